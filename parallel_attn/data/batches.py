@@ -1,0 +1,122 @@
+"""Batches for training and evaluation, cut from a token file by global sample index.
+
+Shapes: B rows of a micro batch, S = seq_len.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from parallel_attn.data.order import SampleOrder
+from parallel_attn.data.tokens import TokenFile, sample_count
+from parallel_attn.errors import SettingsError
+
+IGNORE = -100  # a target that does not count
+
+
+@dataclass
+class Batch:
+    """One micro batch: tokens [B, S] int64, targets [B, S] int64 (the token after each one; IGNORE: none)."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+
+
+def read_batch(tokens: TokenFile, samples: np.ndarray, seq_len: int, rows: int | None = None) -> Batch:
+    """The given samples as one Batch; rows beyond them are padding without any target. rows: default len(samples)."""
+    rows = len(samples) if rows is None else rows
+    inputs = np.zeros((rows, seq_len), dtype=np.int64)
+    targets = np.full((rows, seq_len), IGNORE, dtype=np.int64)
+    for row, sample in enumerate(samples):
+        start = int(sample) * seq_len
+        text = tokens.read(start, start + seq_len + 1)
+        inputs[row], targets[row] = text[:-1], text[1:]
+    return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
+
+
+def _check_replica(data_rank: int, data_degree: int) -> None:
+    if not 0 <= data_rank < data_degree:
+        raise ValueError(f"data_rank={data_rank}: 0 to {data_degree - 1}")
+
+
+class TrainBatches:
+    """The micro batches of this replica, by optimizer step. Ranks that differ only in `tensor` pass the same data_rank.
+
+    Step s sees the global sample indices [s*G, (s+1)*G); replica r takes the r-th contiguous part, in order.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenFile,
+        *,
+        seq_len: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        data_rank: int,
+        data_degree: int,
+    ):
+        """Raises SettingsError where the batch sizes do not fit one another or the replicas."""
+        _check_replica(data_rank, data_degree)
+        once = micro_batch_size * data_degree
+        if min(micro_batch_size, global_batch_size) < 1 or global_batch_size % once:
+            fits = max(round(global_batch_size / once), 1) * once if once > 0 else data_degree
+            raise SettingsError(
+                f"train.global_batch_size={global_batch_size}: must be a multiple of train.micro_batch_size x replicas "
+                f"= {micro_batch_size} x {data_degree} (both at least 1); {fits} works"
+            )
+        self.tokens, self.seq_len, self.micro_batch_size = tokens, seq_len, micro_batch_size
+        self.global_batch_size, self.data_rank = global_batch_size, data_rank
+        self.replica_batch_size = global_batch_size // data_degree
+        self.order = SampleOrder(sample_count(tokens, seq_len), seed)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in an epoch."""
+        return self.order.num_samples
+
+    def epoch(self, step: int) -> float:
+        """Epochs seen before step `step`; its whole part is the epoch of the step's first sample."""
+        return step * self.global_batch_size / self.num_samples
+
+    def step(self, step: int) -> list[Batch]:
+        """This replica's micro batches of optimizer step `step` (from 0), each [micro_batch_size, S]; in any order."""
+        first = step * self.global_batch_size + self.data_rank * self.replica_batch_size
+        samples = self.order.samples(first, first + self.replica_batch_size)
+        size = self.micro_batch_size
+        return [read_batch(self.tokens, samples[at : at + size], self.seq_len) for at in range(0, len(samples), size)]
+
+
+class EvalBatches:
+    """The first min(samples, available) samples, each on exactly one replica; iterate for Batches, as often as wanted.
+
+    Every replica yields len(self) batches of [micro_batch_size, S], filled up with rows without targets, so that
+    collectives line up. A mean weighted by valid targets then depends neither on micro batch nor on replicas.
+    """
+
+    def __init__(
+        self, tokens: TokenFile, *, seq_len: int, samples: int, micro_batch_size: int, data_rank: int, data_degree: int
+    ):
+        """Raises SettingsError for samples or a micro batch below 1."""
+        _check_replica(data_rank, data_degree)
+        for key, value in (("eval.samples", samples), ("train.micro_batch_size", micro_batch_size)):
+            if value < 1:
+                raise SettingsError(f"{key}={value}: must be at least 1")
+        self.tokens, self.seq_len, self.micro_batch_size = tokens, seq_len, micro_batch_size
+        self.num_samples = min(samples, sample_count(tokens, seq_len))
+        self._share = -(-self.num_samples // data_degree)
+        first = min(data_rank * self._share, self.num_samples)
+        self._samples = np.arange(first, min(first + self._share, self.num_samples))
+
+    def __len__(self) -> int:
+        """Batches, the same on every replica."""
+        return (self._share + self.micro_batch_size - 1) // self.micro_batch_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        size = self.micro_batch_size
+        for at in range(0, len(self) * size, size):
+            yield read_batch(self.tokens, self._samples[at : at + size], self.seq_len, rows=size)

@@ -1,0 +1,12 @@
+"""Errors that a user is meant to read."""
+
+
+class SettingsError(ValueError):
+    """A setting or an input that cannot work. The message is one line: the key, its value, the values that would work.
+
+    Raised before the first collective, alike on every rank that sees the same input.
+    """
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss or the gradient norm of an optimizer step is NaN or infinite; the message names the step."""

@@ -1,0 +1,144 @@
+"""Column- and row-parallel linear layers (Shoeybi 2019, section 3).
+
+Shapes: B batch, S sequence, D input width, F output width; `_local` is what this rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel_attn.collectives import copy, finish, reduce, start_all_reduce
+from parallel_attn.initialization import Initializer, constant, fan_in_normal
+from parallel_attn.mesh import AxisGroup
+from parallel_attn.nn.module import Placement, ShardedModule
+from parallel_attn.sharding import Range
+
+
+class ColumnParallelLinear(ShardedModule):
+    """y_local = x W_local^T + b_local: the rows of W (D -> F) are split over the tensor axis by `ranges`.
+
+    Equal ranges on several ranks are copies (a KV head held by a run of ranks): each copy sees only the gradient of its
+    own rank's queries, so weight and bias pass through one `copy` over exactly those ranks.
+    """
+
+    multiplies_input = True
+
+    def __init__(
+        self,
+        placement: Placement,
+        in_features: int,
+        out_features: int,
+        ranges: tuple[Range, ...],
+        *,
+        bias: bool = False,
+        initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__(placement)
+        self.in_features, self.out_features = in_features, out_features
+        self.new_parameter(
+            "weight", (out_features, in_features), initializer or fan_in_normal(), dim=0, ranges=ranges, decay=True
+        )
+        if bias:
+            self.new_parameter("bias", (out_features,), constant(0.0), dim=0, ranges=ranges)
+        else:
+            self.register_parameter("bias", None)
+        self.copies = self.tensor_axis.subgroup(self.shards["weight"].holders)
+
+    def shared_weights(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (F_local, D) and bias (F_local,), whose gradients are summed over the ranks that hold copies."""
+        bias = None if self.bias is None else copy(self.bias, self.copies)
+        return copy(self.weight, self.copies), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D), replicated -> (..., F_local)."""
+        return column_parallel(x, [self])[0]
+
+
+def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    """Several column-parallel linears on one replicated input x (..., D), with one all-reduce in backward.
+
+    The gradient of x is summed locally over the layers, its all-reduce is started, and the weight gradients are computed
+    while it travels. The compute dtype is that of x: weights are cast to it (fp32 masters under bf16 compute).
+    """
+    weights, biases = zip(*(layer.shared_weights() for layer in layers))
+    return _ColumnParallel.apply(x, layers[0].tensor_axis, len(layers), *weights, *biases)
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """y_i = x W_i^T + b_i for all i; dx = all-reduce(sum_i dy_i W_i), dW_i = dy_i^T x, db_i = sum dy_i."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: AxisGroup, count: int, *parameters: Tensor | None):
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.axis = axis
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+        # Weights are saved as they are stored, not as they were cast: no second copy lives until backward.
+        ctx.save_for_backward(x, *weights)
+        return tuple(
+            F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            for weight, bias in zip(weights, biases)
+        )
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, *weights = ctx.saved_tensors
+        grads = [grad.contiguous() for grad in grads]  # out.sum() hands over stride 0, which GEMMs take slowly
+        needs = ctx.needs_input_grad
+        dx = None
+        if needs[0]:
+            for grad, weight in zip(grads, weights):
+                part = grad @ weight.to(grad.dtype)
+                dx = part if dx is None else dx.add_(part)
+            dx = start_all_reduce(dx, ctx.axis)
+        flat_x = x.reshape(-1, x.shape[-1])
+        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        count = len(weights)
+        dweights = [
+            (grad.t() @ flat_x).to(weight.dtype) if needs[3 + i] else None
+            for i, (grad, weight) in enumerate(zip(flat, weights))
+        ]
+        dbiases = [
+            grad.sum(0).to(dtype) if dtype is not None and needs[3 + count + i] else None
+            for i, (grad, dtype) in enumerate(zip(flat, ctx.bias_dtypes))
+        ]
+        if dx is not None:
+            dx = finish(dx, ctx.axis)
+        return dx, None, None, *dweights, *dbiases
+
+
+class RowParallelLinear(ShardedModule):
+    """y = reduce(x_local W_local^T) + b: the columns of W (D -> F) are split over the tensor axis by `ranges`.
+
+    The bias is added once, after the sum.
+    """
+
+    multiplies_input = True
+
+    def __init__(
+        self,
+        placement: Placement,
+        in_features: int,
+        out_features: int,
+        ranges: tuple[Range, ...],
+        *,
+        bias: bool = False,
+        initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__(placement)
+        self.in_features, self.out_features = in_features, out_features
+        self.new_parameter(
+            "weight", (out_features, in_features), initializer or fan_in_normal(), dim=1, ranges=ranges, decay=True
+        )
+        if bias:
+            self.new_parameter("bias", (out_features,), constant(0.0))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D_local) -> (..., F), replicated."""
+        y = reduce(F.linear(x, self.weight.to(x.dtype)), self.tensor_axis)
+        return y if self.bias is None else y + self.bias.to(y.dtype)

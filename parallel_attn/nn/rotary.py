@@ -1,0 +1,86 @@
+"""Rotary position embedding (Su 2021, eq. 15) on the first `fraction` of a head.
+
+Styles: `half` pairs dim i with i + R/2 (Llama, Qwen); `interleaved` pairs 2i with 2i + 1 (the paper, DeepSeek).
+Shapes: B batch, S sequence, E head width, R rotary width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel_attn.errors import SettingsError
+
+STYLES = ("half", "interleaved")
+
+
+@dataclass
+class RopeConfig:
+    theta: float = 10000.0
+    fraction: float = 1.0
+    style: str = "half"
+
+
+class Rotary:
+    """Turns queries and keys. Not a Module and without buffers: a cast of the model cannot reach its tables.
+
+    Tables are computed in float64 and kept in float32, or float64 for float64 inputs.
+    Raises SettingsError for an odd rotary width, an unknown style, theta <= 0, a fraction outside (0, 1].
+    """
+
+    def __init__(self, head_dim: int, *, theta: float = 10000.0, fraction: float = 1.0, style: str = "half") -> None:
+        if not 0.0 < fraction <= 1.0:
+            raise SettingsError(f"attention.rope.fraction={fraction} is not in (0, 1]")
+        if theta <= 0:
+            raise SettingsError(f"attention.rope.theta={theta} must be positive")
+        if style not in STYLES:
+            raise SettingsError(f"attention.rope.style={style} is not one of: {', '.join(STYLES)}")
+        width = int(head_dim * fraction)
+        if width < 2 or width % 2:
+            raise SettingsError(
+                f"attention.rope.fraction={fraction} of attention.head_dim={head_dim} is a rotary width of {width}: "
+                f"it must be even and at least 2"
+            )
+        self.width, self.theta, self.style = width, theta, style
+        self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """positions (...) -> angles (..., R/2), float64."""
+        exponents = torch.arange(0, self.width, 2, device=positions.device, dtype=torch.float64) / self.width
+        return positions.to(torch.float64).unsqueeze(-1) * self.theta**-exponents
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin of positions (S,) or (B, S) -> (..., S, 1, R/2), in float32 or float64."""
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        angles = self.angles(positions).unsqueeze(-2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def default_tables(self, length: int, offset: int, device: torch.device, dtype: torch.dtype):
+        """Tables of positions offset .. offset + length - 1, kept for the next call."""
+        key = (length, offset, device, dtype == torch.float64)
+        if key not in self._tables:
+            if len(self._tables) >= 4:  # training uses one length, evaluation perhaps another
+                self._tables.clear()
+            with torch.no_grad():
+                positions = torch.arange(offset, offset + length, device=device)
+                self._tables[key] = self.tables(positions, dtype)
+        return self._tables[key]
+
+    def __call__(self, x: Tensor, positions: Tensor | None = None, *, offset: int = 0) -> Tensor:
+        """x (B, S, heads, E) -> the same shape and dtype, turned by `positions` (S,) or (B, S), or offset + 0..S-1."""
+        if positions is None:
+            cos, sin = self.default_tables(x.shape[1], offset, x.device, x.dtype)
+        else:
+            cos, sin = self.tables(positions, x.dtype)
+        turned, rest = x[..., : self.width], x[..., self.width :]
+        turned = turned.to(cos.dtype)
+        if self.style == "half":
+            first, second = turned.chunk(2, dim=-1)
+            out = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        else:
+            first, second = turned[..., 0::2], turned[..., 1::2]
+            out = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+        out = out.to(x.dtype)
+        return torch.cat([out, rest], dim=-1) if rest.shape[-1] else out
