@@ -43,9 +43,10 @@ class AxisGroup:
                     raise SettingsError(f"the device mesh has dims {names or where.ndim}: pass mesh[NAME] of one dim")
                 where = where[axis]
             where = where.get_group()
-        if not isinstance(where, dist.ProcessGroup):
+        outsider = where is dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to ranks outside
+        if not outsider and not isinstance(where, dist.ProcessGroup):
             raise SettingsError(f"tensor_parallel={where!r} is not a DeviceMesh, a process group or None")
-        if dist.get_rank(where) < 0:
+        if outsider or dist.get_rank(where) < 0:
             raise SettingsError(f"rank {dist.get_rank()} is not a member of the process group it builds a layer on")
         return cls(where, dist.get_rank(where), dist.get_world_size(where))
 

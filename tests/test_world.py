@@ -95,6 +95,12 @@ def start_a_sleeper_then_raise(folder):
     raise ValueError("sleepers started")
 
 
+def make_groups(count):
+    for _ in range(count):
+        dist.new_group()
+    return os.getpid()
+
+
 def unpicklable():
     return lambda: None
 
@@ -126,6 +132,14 @@ def test_results_per_rank(size):
 def test_reused():
     assert pids(2) == pids(2)
     assert not set(pids(2)) & set(pids(3))
+
+
+def test_replaced_when_it_holds_many_groups(monkeypatch):
+    monkeypatch.setattr(world, "GROUPS_KEPT", 4)
+    world.stop_all()
+    first = run(2, make_groups, 3)
+    assert run(2, make_groups, 1) == first
+    assert not set(pids(2)) & set(first)
 
 
 def test_raise_on_one_rank_while_others_wait():
@@ -220,7 +234,14 @@ def test_stop_all_leaves_nobody():
     assert not wait_until_gone(before)
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "signal_number",
+    [
+        pytest.param(signal.SIGKILL, id="sigkill"),
+        pytest.param(signal.SIGTERM, id="sigterm", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, id="sigint", marks=pytest.mark.slow),
+    ],
+)
 def test_no_orphans_when_the_parent_ends(signal_number, tmp_path):
     """Ranks in the middle of a case die with their parent, whatever ends it."""
     parent = subprocess.Popen(

@@ -32,6 +32,9 @@ START_TIMEOUT = 120.0  # seconds for the processes of a world to meet
 IMPORT_TIMEOUT = 120.0  # seconds for a case's module to be imported; not on the case's own clock
 GRACE = 0.5  # seconds in which more failures are collected after a first one
 GRACE_LOST_PEER = 5.0  # the same while all that is known is that somebody's peer went away
+# A process group that a case made is not destroyed: code under test may keep sub-groups of the world for good. Each costs
+# three threads and a socket per peer and slows the making of the next, so a world with more than this many is replaced.
+GROUPS_KEPT = 64
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|socket closed|peer closed", re.IGNORECASE)
 
 _worlds: dict[int, World] = {}
@@ -125,12 +128,15 @@ class World:
                 except BrokenPipeError:
                     pass  # that rank has just died: collecting says how
             self._collect(case, world_rank.STARTED, time.monotonic() + IMPORT_TIMEOUT)
-            results = self._collect(case, world_rank.DONE, time.monotonic() + timeout)
+            done = self._collect(case, world_rank.DONE, time.monotonic() + timeout)
         except BaseException:  # also Ctrl-C and pytest's own timeout: a world in the middle of a case is of no more use
             self.kill()
             raise
         self.last_case = case
-        return [pickle.loads(result[1:]) for result in results]
+        results, groups = zip(*(pickle.loads(answer[1:]) for answer in done))
+        if max(groups) > GROUPS_KEPT:
+            self.kill()
+        return list(results)
 
     def dead_ranks(self) -> list[int]:
         return [rank for rank, process in enumerate(self.processes) if not process.is_alive()]

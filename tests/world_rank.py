@@ -20,7 +20,7 @@ import time
 import traceback
 
 GROUP_TIMEOUT = 900.0  # seconds; above every case's clock, so that the parent is always the one that names a hang
-OPEN_FILES = 8192  # each process group that a case makes keeps sockets open for the rest of the session
+OPEN_FILES = 8192  # each process group that a case makes keeps its sockets as long as the world lives
 READY, STARTED, DONE, FAILED = b"R", b"S", b"D", b"F"
 LOCALS_SHOWN = 12
 LOCALS_WIDTH = 160
@@ -29,9 +29,10 @@ LOCALS_WIDTH = 160
 def serve(rank: int, size: int, folder: str, connection: multiprocessing.connection.Connection) -> None:
     """Joins the gloo world over a file in `folder`, then answers each case with one message.
 
-    A message to the parent is one byte that says what it is, and a pickle: READY, STARTED (nothing), DONE (the result),
-    FAILED (seconds on the monotonic clock, kind, message, traceback).
+    A message to the parent is one byte that says what it is, and a pickle: READY, STARTED (nothing), DONE (the result and
+    the number of process groups that now exist), FAILED (seconds on the monotonic clock, kind, message, traceback).
     """
+    gc.freeze()  # or the first collection walks, and so copies, every page shared with the forkserver: 0.3 s per rank
     os.setsid()  # a group of its own: killed together with whatever a case started; Ctrl-C reaches the parent alone
     threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
     stacks = open(os.path.join(folder, f"stack{rank}"), "w")  # stays open: faulthandler writes to its descriptor
@@ -73,7 +74,6 @@ def _answer(request: bytes, connection: multiprocessing.connection.Connection) -
         sys.path[:] = path
         if module not in sys.modules:
             importlib.import_module(module)
-            gc.collect()
             gc.freeze()  # imported code is never garbage: later collections need not walk it
         function = operator.attrgetter(qualname)(sys.modules[module])
         args, kwargs = pickle.loads(arguments)
@@ -85,7 +85,7 @@ def _answer(request: bytes, connection: multiprocessing.connection.Connection) -
         if left:
             raise RuntimeError(f"{module}:{qualname} left behind: {', '.join(left)}")
         # Plain pickle: torch teaches multiprocessing's own pickler to hand over file descriptors instead of values.
-        answer = DONE + pickle.dumps(result)
+        answer = DONE + pickle.dumps((result, _process_groups()))
         result = None
         gc.collect()  # what the case made is gone before it counts as finished
         return answer
@@ -104,7 +104,8 @@ def _reset() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # asked first: the call below imports the inductor, a second per rank
+        torch.use_deterministic_algorithms(False)
 
 
 def _left_behind() -> list[str]:
@@ -124,6 +125,12 @@ def _left_behind() -> list[str]:
     if torch.get_num_threads() != 1:
         left.append(f"{torch.get_num_threads()} torch threads")
     return left
+
+
+def _process_groups() -> int:
+    from torch.distributed import distributed_c10d
+
+    return len(distributed_c10d._world.pg_map)  # no public call counts them
 
 
 def _failure(error: BaseException) -> bytes:

@@ -31,7 +31,7 @@ class Console:
         self._rich: Any = None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the metrics of one optimizer step: those under `train/`, and those under `val/` on a line of their own."""
+        """Shows the metrics of an optimizer step: those under `train/`, and those under `val/` on their own line."""
         if self.style == "none":
             return
         train = {key.removeprefix("train/"): value for key, value in metrics.items() if key.startswith("train/")}

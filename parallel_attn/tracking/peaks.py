@@ -31,7 +31,7 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def process_peak_bytes() -> int:
-    """The most resident memory (RSS) this process has had, in bytes. Approximate by nature: it sees pages, not tensors."""
+    """The most resident memory (RSS) this process has had, in bytes; approximate: it sees pages, not tensors."""
     status = Path("/proc/self/status")
     if status.is_file():
         # Not ru_maxrss: on Linux a new program inherits the peak of the process that started it.

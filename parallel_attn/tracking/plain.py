@@ -10,9 +10,9 @@ FROM_ENVIRONMENT = "<from the environment>"
 def plain_config(config: Any) -> Any:
     """A nested dict/list/number/string copy of a config, for W&B.
 
-    OmegaConf nodes, also inside plain containers, are resolved: W&B would log them as one string. A value that is taken
-    from an environment variable (`${oc.env:...}`, also by way of another key) is replaced by a mark, because such values
-    hold secrets; a missing value (`???`) becomes None. Anything that JSON does not know becomes `str(value)`.
+    OmegaConf nodes, also inside plain containers, are resolved: W&B would log them as one string. A value taken from an
+    environment variable (`${oc.env:...}`, also by way of another key) is replaced by a mark, because such values hold
+    secrets; a missing value (`???`) becomes None. Anything that JSON does not know becomes `str(value)`.
     """
     from omegaconf import DictConfig, ListConfig
 
@@ -62,7 +62,7 @@ def plain_number(value: Any) -> int | float | None:
 
 
 def plain_json(value: Any) -> Any:
-    """Any nesting of dicts, lists and scalars as valid JSON values; non-finite numbers become None, unknown types str."""
+    """Any nesting of dicts, lists and scalars as JSON values; non-finite numbers become None, unknown types str."""
     if isinstance(value, Mapping):
         return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -5,19 +5,23 @@ from functools import lru_cache
 
 import torch
 
-# Dense peaks in TFLOP/s, without sparsity: (name part, {dtype: peak}). The first entry whose part is in the device's name
-# counts, so the special comes before the general. float32 is the CUDA-core rate (TF32 is off by default in torch).
-# Sources: NVIDIA data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU", "A100 80GB", "L4", "L40S", "V100", "T4" (the
-# H100, H200, L4 and L40S sheets print the rates with 2:4 sparsity: halved here), and the Ada architecture white paper
-# (appendix A, RTX 4090: FP16/BF16 tensor with FP32 accumulate). PCIe rates of the A100 are those of its SXM form.
+# Dense peaks in TFLOP/s, without sparsity: (name part, {dtype: peak}). The first entry whose part is in the device's
+# name counts, so the special comes before the general. float32 is the CUDA-core rate (TF32 is off by default in torch).
+# Sources: NVIDIA data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU", "A100 80GB", "L4", "L40S", "V100", "T4"
+# (those of H100, H200, L4 and L40S print the rates with 2:4 sparsity: halved here), and the Ada architecture white
+# paper (appendix A, RTX 4090: FP16/BF16 tensor with FP32 accumulate). NVL cards: the published tables disagree (some
+# count a pair of cards), so they are not known here rather than wrong.
 _F16, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _PEAK_TFLOPS: tuple[tuple[str, dict[torch.dtype, float]], ...] = (
+    ("H200 NVL", {}),
     ("H200", {_BF16: 989.4, _F16: 989.4, _F32: 66.9, _F64: 66.9}),
     ("H100 PCIe", {_BF16: 756.5, _F16: 756.5, _F32: 51.2, _F64: 51.2}),
+    ("H100 NVL", {}),
     ("H100", {_BF16: 989.4, _F16: 989.4, _F32: 66.9, _F64: 66.9}),
     ("A100", {_BF16: 312.0, _F16: 312.0, _F32: 19.5, _F64: 19.5}),
     ("L40S", {_BF16: 362.05, _F16: 362.05, _F32: 91.6}),
     ("L4", {_BF16: 121.0, _F16: 121.0, _F32: 30.3}),
+    ("V100 PCIE", {_F16: 112.0, _F32: 14.0, _F64: 7.0}),
     ("V100", {_F16: 125.0, _F32: 15.7, _F64: 7.8}),
     ("T4", {_F16: 65.0, _F32: 8.1}),
     ("RTX 4090", {_BF16: 165.2, _F16: 165.2, _F32: 82.6}),
@@ -44,7 +48,7 @@ def cuda_peak_flops(name: str, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of the card that calls itself `name` (as `torch.cuda.get_device_name` prints it), or None."""
     words = name.replace("-", " ").split()
     for part, peaks in _PEAK_TFLOPS:
-        # Whole words, so that an "L40" is not taken for an L4; "H200" has variants such as "H200 NVL".
+        # Whole words, so that an "L40" is not taken for an L4.
         wanted = part.split()
         if all(word in words for word in wanted):
             return peaks[dtype] * 1e12 if dtype in peaks else None

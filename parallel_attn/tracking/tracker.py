@@ -100,9 +100,11 @@ class Tracker:
         if self._main:
             self._console.warn(text)
 
-    def finish(self, summary: Mapping[str, Any] | None = None, exit_code: int = 0, *, status: str | None = None) -> None:
-        """Ends the run: writes `summary.json` (last value of each metric, `status`, `seconds`, then `summary`), closes
-        the log, ends W&B (a bounded wait) and prints the final table. A second call does nothing.
+    def finish(
+        self, summary: Mapping[str, Any] | None = None, exit_code: int = 0, *, status: str | None = None
+    ) -> None:
+        """Ends the run: closes the log, writes `summary.json` (last value of each metric, `seconds`, `summary`,
+        `status`), ends W&B (a bounded wait) and prints the final table. A second call does nothing.
         """
         if not self._main or self._finished:
             return

@@ -17,7 +17,8 @@ from parallel_attn.tracking.wandb_service import teardown_before_exit
 # network still has time to fall back and write its records.
 INIT_SECONDS = 15.0
 UPLOAD_SECONDS = 15.0  # W&B itself gives up uploading after this long at the end of the run
-FINISH_SECONDS = 22.0  # what finish() waits for the thread, all in all
+FINISH_SECONDS = 22.0  # what finish() waits for the thread
+START_SECONDS = 13.0  # and this much more if W&B is still starting (a short run without a network, a busy machine)
 _QUEUE_LENGTH = 100_000  # records; only a service that hangs for the whole run gets there
 
 _FINISH = object()
@@ -54,7 +55,7 @@ class WandbSink:
         self._run: Any = None
         self._mode: str | None = None
         self._queue: queue.Queue = queue.Queue(maxsize=_QUEUE_LENGTH)
-        self._dropped = False
+        self._dropped = self._started = False
         self._thread: threading.Thread | None = None
         if settings.mode != "disabled":
             self._thread = threading.Thread(target=self._work, name="wandb-sink", daemon=True)
@@ -70,14 +71,19 @@ class WandbSink:
         self._put((int(step), dict(metrics)))
 
     def finish(self, exit_code: int = 0) -> None:
-        """Ends the run and waits at most FINISH_SECONDS for it; says how to upload what did not get through."""
+        """Ends the run and waits for it, at most FINISH_SECONDS (and START_SECONDS more if it has not begun).
+
+        Says how to upload what did not get through.
+        """
         if self._thread is None:
             return
         self._put((_FINISH, exit_code))
         self._thread.join(FINISH_SECONDS)
+        if self._thread.is_alive() and not self._started:
+            self._thread.join(START_SECONDS)
         if self._thread.is_alive():
             where = self.directory or self._run_dir / "wandb"
-            self._warn(f"W&B did not finish within {FINISH_SECONDS:.0f} s; upload later with: wandb sync {where}")
+            self._warn(f"W&B did not finish in time; upload what there is with: wandb sync {where}")
         elif self._mode == "offline" and self.directory is not None:
             self._notice(f"W&B ran offline; upload with: wandb sync {self.directory}")
         self._thread = None
@@ -98,6 +104,7 @@ class WandbSink:
         # A logger must never kill training, and W&B raises errors of many kinds (its own, pydantic's, OSError).
         except Exception as error:
             self._warn(f"W&B could not start, the run goes on without it: {_one_line(error)}")
+        self._started = True
         warned = False
         while True:
             step, value = self._queue.get()
@@ -163,7 +170,7 @@ class WandbSink:
             console="off",
             init_timeout=INIT_SECONDS,
             finish_timeout=UPLOAD_SECONDS,
-            # Not the process's global run: jobs of a sweep follow one another, and a caller may have a run of their own.
+            # Not the process's global run: jobs of a sweep follow one another, and a caller may have a run as well.
             reinit="create_new",
             # Handing the key over is what makes a prompt impossible.
             **({"api_key": key} if key else {}),

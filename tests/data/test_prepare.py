@@ -11,6 +11,7 @@ import pytest
 
 from parallel_attn.data import ByteTokenizer, StdlibCorpus, fingerprint, prepare_tokens
 from parallel_attn.data import prepare as prepare_module
+from parallel_attn.data.identity import settle
 from parallel_attn.errors import SettingsError
 from tests.data.helpers import all_tokens, prepare, text_corpus, text_of
 
@@ -86,6 +87,13 @@ def test_edits_right_after_one_another_are_seen(file, cache):
         assert text_of(prepare(file, cache)) == text
 
 
+def test_young_files_settle_first(file, cache):
+    """What the file system's clock cannot tell apart must not be taken for the same."""
+    file.write_bytes(b"just now")
+    settle(text_corpus(file, cache))
+    assert time.time() - file.stat().st_ctime >= 0.05
+
+
 def test_split_and_tokenizer_are_part_of_the_key(file, cache, tmp_path):
     (tmp_path / "v.txt").write_bytes(b"validation text")
     tail, own = prepare(file, cache), prepare(file, cache, tmp_path / "v.txt")
@@ -109,13 +117,17 @@ def break_bin(cache):
     path.write_bytes(path.read_bytes()[:-3])
 
 
+def replace_format(path):
+    path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
+
+
 BREAKS = {
     "truncated": break_bin,
     "too long": lambda cache: entry(cache, ".bin").write_bytes(entry(cache, ".bin").read_bytes() + b"xx"),
     "bin gone": lambda cache: entry(cache, ".bin").unlink(),
     "json gone": lambda cache: entry(cache, ".json").unlink(),
     "json half": lambda cache: entry(cache, ".json").write_text(entry(cache, ".json").read_text()[:40]),
-    "json of another version": lambda cache: entry(cache, ".json").write_text('{"format": 0}'),
+    "json of another version": lambda cache: replace_format(entry(cache, ".json")),
     "json without fields": lambda cache: entry(cache, ".json").write_text('{"format": 1}'),
     "index half": lambda cache: next(cache.glob("stat-*.json")).write_text("{"),
     "index without content": lambda cache: next(cache.glob("stat-*.json")).write_text('{"format": 1}'),

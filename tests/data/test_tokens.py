@@ -66,7 +66,7 @@ def test_negative_id_is_refused():
 
 @pytest.fixture
 def tokens(tmp_path):
-    np.arange(20, dtype="<u2").tofile(tmp_path / "t.bin")
+    np.arange(5000, dtype="<u2").tofile(tmp_path / "t.bin")
     return TokenFile(str(tmp_path / "t.bin"), "<u2", 12, "abc", 100, start=5)
 
 

@@ -26,6 +26,8 @@ def test_bf16_peak_by_the_name_that_torch_reports(name, tflops):
 
 def test_what_is_not_known_is_none():
     assert cuda_peak_flops("NVIDIA L40", torch.bfloat16) is None  # neither an L4 nor an L40S
+    assert cuda_peak_flops("NVIDIA H100 NVL", torch.bfloat16) is None  # sources disagree
+    assert cuda_peak_flops("Tesla V100-PCIE-16GB", torch.float16) == 112e12
     assert cuda_peak_flops("Tesla V100-SXM2-16GB", torch.bfloat16) is None
     assert cuda_peak_flops("Tesla V100-SXM2-16GB", torch.float16) == 125e12
     assert cuda_peak_flops("Tesla T4", torch.float16) == 65e12

@@ -92,7 +92,7 @@ def test_a_resumed_run_appends_and_knows_the_values_before_it(tmp_path):
 
 
 def test_an_error_in_the_run_is_not_hidden_by_a_full_disk_at_its_end(tmp_path, monkeypatch, capsys):
-    with pytest.raises(RuntimeError, match="first"), tracker(tmp_path) as run:
+    with pytest.raises(RuntimeError, match="first"), tracker(tmp_path):
 
         def full(descriptor):
             raise OSError(28, "No space left on device")

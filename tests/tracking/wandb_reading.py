@@ -45,7 +45,8 @@ def offline_runs(run_dir: Path) -> list[Path]:
 def read_run(folder: Path) -> SimpleNamespace:
     """`id`, `project`, `name`, `config` (nested), `history` (list of dicts), `metrics` and `exit_code` of a run."""
     (file,) = folder.glob("run-*.wandb")
-    run = SimpleNamespace(id=None, project=None, name=None, group=None, tags=[], config={}, history=[], metrics={}, exit_code=None)
+    run = SimpleNamespace(id=None, project=None, name=None, group=None, tags=[])
+    run.config, run.history, run.metrics, run.exit_code = {}, [], {}, None
     for record in wandb_records(file):
         kind = record.WhichOneof("record_type")
         if kind == "run":
