@@ -10,3 +10,7 @@ class SettingsError(ValueError):
 
 class NonFiniteLoss(RuntimeError):
     """The loss or the gradient norm of an optimizer step is NaN or infinite; the message names the step."""
+
+
+class PeerLost(RuntimeError):
+    """A collective failed because another rank left or died: that rank's own error is the cause."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallel_attn.errors import SettingsError
+from parallel_attn.errors import PeerLost, SettingsError
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +95,12 @@ class Mesh:
 
 
 def launcher_ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world size) as torchrun set them; a world of one without torchrun, whatever SLURM says."""
+    """(rank, local rank, world size) as torchrun set them; a world of one without torchrun, whatever SLURM says.
+
+    Where somebody has started torch.distributed in another way, its ranks count (on one machine).
+    """
+    if "RANK" not in os.environ and dist.is_initialized():
+        return dist.get_rank(), dist.get_rank(), dist.get_world_size()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0")), int(os.environ["WORLD_SIZE"])
     return 0, 0, 1
@@ -141,9 +148,7 @@ def start(device: torch.device, *, tensor: int = 1, data: int | None = None, tim
 
     A process group that is already there is kept: a second job in the same process uses it again.
     """
-    rank, local_rank, world_size = launcher_ranks()
-    if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, _, world_size = launcher_ranks()
     data, tensor = layout(world_size, tensor, data)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -158,6 +163,27 @@ def start(device: torch.device, *, tensor: int = 1, data: int | None = None, tim
     return Mesh(
         mesh, device, AxisGroup.of(mesh, axis="data"), AxisGroup.of(mesh), AxisGroup(dist.group.WORLD, rank, world_size)
     )
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether a collective failed because a peer is gone."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
+        return True
+    text = str(error).lower()
+    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+@contextmanager
+def peers_expected() -> Iterator[None]:
+    """Turns the back ends' several ways to say that a peer is gone into PeerLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not lost_contact(error):
+            raise
+        line = next(iter(str(error).splitlines()), "")
+        raise PeerLost(f"another rank left or died before this one, its own error is the cause ({line})") from error
 
 
 def shutdown() -> None:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.command import CommandTimeout, execute, torchrun
+from tests.command import LAUNCHER_VARIABLES, CommandTimeout, execute, torchrun
 from tests.test_world import wait_until_gone
 
 REPORT = """
@@ -24,8 +24,14 @@ time.sleep(1000)
 """
 
 
-def test_torchrun_reports(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "7")  # as in a session that is itself under torchrun
+def test_a_launcher_around_pytest_is_not_handed_on(tmp_path, monkeypatch):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.setenv(name, "7")
+    show = f"import os; print([name for name in {LAUNCHER_VARIABLES!r} if name in os.environ])"
+    assert execute([sys.executable, "-c", show], cwd=tmp_path, timeout=20).stdout == "[]\n"
+
+
+def test_torchrun_reports(tmp_path):
     script = tmp_path / "report.py"
     script.write_text(REPORT)
     done = torchrun(2, "a=1", "b=two words", cwd=tmp_path, env={"EXTRA": "x"}, script=script)

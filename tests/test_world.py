@@ -42,6 +42,10 @@ def die_on(rank, how):
 def how_to_die(how):
     if how == "exit":
         os._exit(0)
+    if how == "exit, a fork lives on" and os.fork():
+        os._exit(0)
+    if how == "exit, a fork lives on":
+        a_place_to_hang()  # holds the rank's pipe and sockets open: nothing but the process's end can be seen
     if how == "sys.exit":
         sys.exit(3)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -159,6 +163,7 @@ def test_raise_on_one_rank_while_others_wait():
     "how, kind, said",
     [
         pytest.param("exit", "died", "exited with code 0", id="os._exit"),
+        pytest.param("exit, a fork lives on", "died", "exited with code 0", id="fork"),
         pytest.param("kill", "died", "SIGKILL", id="sigkill"),
         pytest.param("sys.exit", "SystemExit", "3", id="sys.exit"),
     ],

@@ -9,12 +9,11 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 import parallel_attn
 from parallel_attn import mesh as meshes
-from parallel_attn.errors import NonFiniteLoss, SettingsError
+from parallel_attn.errors import NonFiniteLoss, PeerLost, SettingsError
 
 SETTINGS_EXIT, FAILED_EXIT, INTERRUPTED_EXIT = 2, 1, 130
 GRACE_SECONDS = 2.0
@@ -70,26 +69,15 @@ def leave_with_line(error: Exception) -> NoReturn:
 
 def leave_with_traceback(error: Exception) -> NoReturn:
     rank = meshes.launcher_ranks()[0]
-    if lost_contact(error):
-        # Another rank went first and its error is the cause: the launcher ends this rank while it waits.
+    if isinstance(error, PeerLost):
+        # The launcher ends this rank while it waits; what it has to say is no cause.
         time.sleep(5 * GRACE_SECONDS)
-        line = next(iter(str(error).splitlines()), "")
-        print(f"error (rank {rank}): another rank left or died before this one: {line}", file=sys.stderr, flush=True)
+        print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
         leave(FAILED_EXIT)
     _record(error)
     text = "".join(traceback.format_exception(error))
     print(f"error on rank {rank}:\n{text}", file=sys.stderr, flush=True)
     leave(FAILED_EXIT)
-
-
-def lost_contact(error: BaseException) -> bool:
-    """Whether a collective failed because a peer is gone."""
-    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("connection closed by peer", "connection reset by peer", "gloo", "socket")
-    )
 
 
 def _record(error: Exception) -> None:
@@ -119,7 +107,7 @@ def refuse_bad_overrides(arguments: list[str]) -> None:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         try:
             compose("config", overrides=list(arguments))
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: model=7
             known = _keys(compose("config"))
             leave_with_line(SettingsError(explain(error, arguments, known)))
 

@@ -65,7 +65,7 @@ def pretrain(raw, *, name: str | None = None) -> dict:
         main=mesh.is_main,
         run_name=run_dir.name,
     )
-    with tracker:
+    with tracker, meshes.peers_expected():
         model = build_model(config, mesh.tensor, device)
         engine = config.engine.cls(model, mesh, config.engine.config, config.optimizer.config)
         train = TrainBatches(
@@ -156,7 +156,7 @@ class Loop:
 
     def run(self) -> float:
         """Runs all optimizer steps; returns the seconds they took, validation included."""
-        settings, began = self.config.train, time.perf_counter()
+        settings, began, device_type = self.config.train, time.perf_counter(), self.mesh.device.type
         measured_step = min(1, settings.steps - 1)  # the second step: optimizer state exists by then
         window_began, window_steps = began, 0
         for step in range(settings.steps):
@@ -168,7 +168,7 @@ class Loop:
                 metrics |= self.memory(meter.report())
             else:
                 loss, norm = self.step(step, batches)
-            self.stop_if_not_finite(step)
+            self.stop_if_not_finite(keep_newest=device_type != "cpu")
             window_steps += 1
             done = step + 1
             last = done == settings.steps
@@ -181,7 +181,7 @@ class Loop:
             if self.config.eval.every and (done % self.config.eval.every == 0 or last):
                 self.tracker.log(done, evaluate(self.model, self.validation, self.token_bytes, self.mesh))
                 window_began = time.perf_counter() if window_steps == 0 else window_began
-        self.stop_if_not_finite(settings.steps, all_of_them=True)
+        self.stop_if_not_finite(keep_newest=False)
         return time.perf_counter() - began
 
     def step(self, step: int, batches: list[Batch]) -> tuple[Tensor, Tensor]:
@@ -195,17 +195,17 @@ class Loop:
         self.pending.append((step, loss.isfinite() & norm.isfinite()))
         return loss, norm
 
-    def stop_if_not_finite(self, step: int, all_of_them: bool = False) -> None:
-        """Reads the flags of the steps before `step` (all so far on CPU): the update was masked on the device already,
-        so the host may look late and need not stall the device."""
-        keep = [] if all_of_them or self.mesh.device.type == "cpu" else self.pending[-1:]
-        for at, finite in self.pending[: len(self.pending) - len(keep)]:
+    def stop_if_not_finite(self, *, keep_newest: bool) -> None:
+        """Reads the flags of the steps so far, but for the newest where the device would have to be waited for: the
+        update was masked on the device, so the host may look one step late."""
+        newest = self.pending[-1:] if keep_newest else []
+        for step, finite in self.pending[: len(self.pending) - len(newest)]:
             if not bool(finite):
                 raise NonFiniteLoss(
-                    f"loss or gradient norm is not finite at optimizer step {at + 1}: no parameter was changed by it; "
+                    f"loss or gradient norm is not finite at optimizer step {step + 1}: no parameter was changed by it; "
                     f"try a smaller optimizer.lr, or a longer schedule.warmup_steps"
                 )
-        self.pending = keep
+        self.pending = newest
 
     def to_device(self, batch: Batch) -> Batch:
         device = self.mesh.device

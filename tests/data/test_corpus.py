@@ -190,24 +190,26 @@ def open_folder():
 
 
 @pytest.mark.parametrize(
-    "closed,path",
+    "closed,mode,path",
     [
-        ("a.txt", "a.txt"),
-        ("a.txt", "."),
-        ("a.txt", "*.txt"),
-        ("deep", "deep"),
-        ("deep", "deep/b.txt"),
-        ("deep", "."),
-        ("deep", "deep/*.txt"),
+        ("a.txt", 0, "a.txt"),
+        ("a.txt", 0, "."),
+        ("a.txt", 0, "*.txt"),
+        ("deep", 0, "deep"),
+        ("deep", 0, "deep/b.txt"),
+        ("deep", 0, "."),
+        ("deep", 0, "deep/*.txt"),
+        ("deep", 0o311, "deep/*.txt"),  # may be entered, not listed: glob by itself says "nothing there"
+        ("deep", 0o644, "deep"),  # may be listed, not entered
     ],
 )
-def test_unreadable(open_folder, closed, path):
+def test_unreadable(open_folder, closed, mode, path):
     (open_folder / "a.txt").write_text("text")
     (open_folder / "deep").mkdir()
     (open_folder / "deep" / "b.txt").write_text("text")
     corpus = text_corpus(open_folder / path, open_folder)
     as_plain_user(corpus.check)  # well, as long as it may be read
-    (open_folder / closed).chmod(0)
+    (open_folder / closed).chmod(mode)
     with pytest.raises(SettingsError) as error:
         as_plain_user(text_corpus(open_folder / path, open_folder).check)
     message = str(error.value)

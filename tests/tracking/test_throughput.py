@@ -1,5 +1,8 @@
 """Peaks and utilisation."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -56,4 +59,15 @@ def test_process_peak_counts_memory_that_is_gone_again():
     block[:: 4096] = b"x" * len(block[::4096])
     del block
     assert process_peak_bytes() >= before + (64 << 20)
+
+
+def test_process_peak_is_not_inherited_from_the_process_that_started_it():
+    block = bytearray(1 << 30)
+    block[::4096] = b"x" * len(block[::4096])
+    code = "from parallel_attn.tracking import process_peak_bytes; print(process_peak_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 50 << 20 < int(done.stdout) < len(block)
+
+
+def test_device_peak_is_none_on_the_cpu():
     assert device_peak_bytes("cpu") is None

@@ -98,6 +98,24 @@ def test_jobs_of_a_sweep_are_runs_of_their_own(tmp_path):
     assert all([row["step"] for row in one.history] == [10, 20, 30, 40] for one in runs)
 
 
+def test_a_run_that_the_caller_has_already_is_left_alone(tmp_path):
+    run(
+        tmp_path,
+        f"""
+        import wandb
+        (root / "own").mkdir()
+        own = wandb.init(mode="offline", dir=root / "own", settings=wandb.Settings(console="off"))
+        with track() as run:
+            {_TRAIN}
+        own.log({{"mine": 1}})
+        own.finish()
+        """,
+    )
+    (theirs,), (ours,) = offline_runs(tmp_path / "own"), offline_runs(tmp_path / "run")
+    assert [row["mine"] for row in read_run(theirs).history] == [1]
+    assert [row["step"] for row in read_run(ours).history] == [10, 20, 30, 40]
+
+
 def test_a_resumed_run_keeps_its_id_and_its_steps_go_on(tmp_path):
     run(tmp_path, "with track(config={'train': {'steps': 20}}) as run: run.log(20, {'train/loss': 2.0})")
     first = {folder: read_run(folder) for folder in offline_runs(tmp_path / "run")}
@@ -133,6 +151,7 @@ def test_without_a_key_offline_with_one_notice_and_no_prompt(tmp_path, mode, ter
     else:
         output = run(tmp_path, code, stdin=subprocess.DEVNULL)
     assert output.count("no API key found") == 1
+    assert "cannot be reached" not in output  # it was not even tried
     assert "Enter your choice" not in output and "paste an API key" not in output
     (folder,) = offline_runs(tmp_path / "run")
     assert len(read_run(folder).history) == 4
