@@ -68,6 +68,7 @@ ensure_environment() {
         "$venv_python" -m pip install --quiet --disable-pip-version-check --editable "$root${extra:+[$extra]}" ||
             fail "pip could not install the dependencies (its reason is above); run again once the network or pip's settings allow it"
         printf '%s\n' "$wanted" >"$stamp"
+        fingerprint "" >"$venv/installed-base" # an extra brings everything that the project alone needs
     fi
     exec 9>&- # or what is started next would hold the lock
 }

@@ -1,5 +1,7 @@
 """Worlds of gloo processes for tests: started once per session and size, reused, respawned after a failure.
 
+For example, in a test module:
+
     def case(scale):                      # at module level of a test module
         x = torch.ones(2) * scale * dist.get_rank()
         dist.all_reduce(x)
@@ -23,8 +25,9 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 from tests import world_rank
 
@@ -75,7 +78,8 @@ def run(size: int, function: Callable, *args: Any, timeout: float = 30.0, **kwar
         TypeError: the function cannot be found by its name in another process.
     """
     if function.__module__ == "__main__" or "<" in function.__qualname__:
-        raise TypeError(f"{function.__module__}.{function.__qualname__}: a case must stand at module level of a test module")
+        name = f"{function.__module__}.{function.__qualname__}"
+        raise TypeError(f"{name}: a case must stand at module level of a test module")
     if timeout >= world_rank.GROUP_TIMEOUT:
         raise ValueError(f"timeout={timeout}: must be below the process group's own {world_rank.GROUP_TIMEOUT:g} s")
     request = pickle.dumps((function.__module__, function.__qualname__, sys.path, pickle.dumps((args, kwargs))))
@@ -227,7 +231,10 @@ class World:
         file = os.path.join(self.folder, f"stack{rank}")
         if not os.path.exists(file):
             return "(not yet able to show them)"
-        os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        try:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            return "(has just died)"
         text, end = "", time.monotonic() + 3.0
         while time.monotonic() < end:
             time.sleep(0.1)

@@ -35,7 +35,8 @@ def serve(rank: int, size: int, folder: str, connection: multiprocessing.connect
     gc.freeze()  # or the first collection walks, and so copies, every page shared with the forkserver: 0.3 s per rank
     os.setsid()  # a group of its own: killed together with whatever a case started; Ctrl-C reaches the parent alone
     threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
-    stacks = open(os.path.join(folder, f"stack{rank}"), "w")  # stays open: faulthandler writes to its descriptor
+    # Stays open: faulthandler writes to its descriptor.
+    stacks = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < OPEN_FILES:  # negative: no limit
@@ -55,7 +56,7 @@ def serve(rank: int, size: int, folder: str, connection: multiprocessing.connect
             world_size=size,
             timeout=datetime.timedelta(seconds=GROUP_TIMEOUT),
         )
-    except BaseException as error:  # the parent is told whatever it was; nothing is swallowed
+    except BaseException as error:  # noqa: BLE001 - the parent is told whatever it was, nothing is swallowed
         connection.send_bytes(_failure(error))
         return
     connection.send_bytes(READY)
@@ -89,7 +90,7 @@ def _answer(request: bytes, connection: multiprocessing.connection.Connection) -
         result = None
         gc.collect()  # what the case made is gone before it counts as finished
         return answer
-    except BaseException as error:  # SystemExit of a case included: the parent is told, nothing is swallowed
+    except BaseException as error:  # noqa: BLE001 - a case's SystemExit too: the parent is told, nothing is swallowed
         return _failure(error)
     finally:
         os.environ.clear()
@@ -104,7 +105,8 @@ def _reset() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
-    if torch.are_deterministic_algorithms_enabled():  # asked first: the call below imports the inductor, a second per rank
+    # Asked first: the call below imports the inductor, which costs each rank a second.
+    if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
 
 
@@ -150,7 +152,8 @@ def _locals_of_last_frame(error: BaseException) -> str:
     for name, value in list(frame.f_locals.items())[:LOCALS_SHOWN]:
         try:
             shown = " ".join(repr(value).split())
-        except Exception as problem:  # a half-built object's repr may raise anything: the first error must still be told
+        # A half-built object's repr may raise anything: the first error must still be told.
+        except Exception as problem:  # noqa: BLE001
             shown = f"<repr failed: {type(problem).__name__}>"
         lines.append(f"    {name} = {shown[:LOCALS_WIDTH]}{'...' if len(shown) > LOCALS_WIDTH else ''}\n")
     return "values there:\n" + "".join(lines) if lines else ""

@@ -44,4 +44,31 @@ class RMSNorm(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D), in the dtype of x."""
         wide = at_least_float32(x)
-        return F.rms_norm(wide, (self.width,), self.gain(wide.dtype), self.eps).to(x.dtype)
+        return rms_norm(wide, self.gain(wide.dtype), self.eps).to(x.dtype)
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * gain over the last dim: x (..., D), gain (D,), one dtype. Keeps x for backward."""
+    # torch has a fused kernel on CUDA; on CPU its composite took 2.2 to 2.5 times as long (2,048 x 128, both passes).
+    return F.rms_norm(x, gain.shape, gain, eps) if x.is_cuda else _RMSNorm.apply(x, gain, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """With r = 1 / sqrt(mean(x^2) + eps), n = x r: dx = r (g gain - n mean(g gain n)), dgain = sum(g n)."""
+
+    @staticmethod
+    def forward(ctx, x, gain, eps):
+        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, gain, inverse)
+        return (x * inverse).mul_(gain)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gain, inverse = ctx.saved_tensors
+        normed = x * inverse
+        product = grad * normed
+        dgain = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, dgain, None
+        mean = (product @ gain).div_(x.shape[-1]).unsqueeze(-1)
+        return (grad * gain).sub_(normed.mul_(mean)).mul_(inverse), dgain, None

@@ -7,10 +7,11 @@ import torch
 
 # Dense peaks in TFLOP/s, without sparsity: (name part, {dtype: peak}). The first entry whose part is in the device's
 # name counts, so the special comes before the general. float32 is the CUDA-core rate (TF32 is off by default in torch).
-# Sources: NVIDIA data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU", "A100 80GB", "L4", "L40S", "V100", "T4"
-# (those of H100, H200, L4 and L40S print the rates with 2:4 sparsity: halved here), and the Ada architecture white
-# paper (appendix A, RTX 4090: FP16/BF16 tensor with FP32 accumulate). NVL cards: the published tables disagree (some
-# count a pair of cards), so they are not known here rather than wrong.
+# As NVIDIA publishes them in the data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU", "A100 80GB", "L4", "L40S",
+# "V100", "T4" (those of H100, H200, L4 and L40S print the rates with 2:4 sparsity: halved here), and in the Ada
+# architecture white paper (appendix A, RTX 4090: FP16/BF16 tensor with FP32 accumulate). Compared with public tables
+# that quote the sheets, not with the sheets themselves; the RTX 4090's tensor rate and the H200's float32 rate were in
+# none of them. NVL cards: the tables disagree (some count a pair of cards), so they are not known here.
 _F16, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _PEAK_TFLOPS: tuple[tuple[str, dict[torch.dtype, float]], ...] = (
     ("H200 NVL", {}),

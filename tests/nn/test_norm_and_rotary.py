@@ -3,6 +3,7 @@ import torch
 
 from parallel_attn import AxisGroup, SettingsError
 from parallel_attn.nn import Placement, RMSNorm, Rotary
+from parallel_attn.nn.norm import rms_norm
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -13,6 +14,20 @@ def test_rms_norm_against_its_formula(zero_centered):
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     gain = norm.weight + 1 if zero_centered else norm.weight
     torch.testing.assert_close(norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * gain)
+
+
+def test_gradients_of_the_norm_by_finite_differences():
+    x, gain = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True), torch.randn(5, dtype=torch.float64)
+    torch.autograd.gradcheck(lambda x, gain: rms_norm(x, gain, 1e-2), (x, gain.requires_grad_()))
+    torch.testing.assert_close(rms_norm(x, gain, 1e-2), torch.nn.functional.rms_norm(x, (5,), gain, 1e-2))
+    frozen = rms_norm(x, gain.detach(), 1e-2).sum()
+    torch.testing.assert_close(torch.autograd.grad(frozen, x), torch.autograd.grad(rms_norm(x, gain, 1e-2).sum(), x))
+
+
+def test_a_norm_of_zeros_is_finite():
+    x = torch.zeros(1, 4, requires_grad=True)
+    rms_norm(x, torch.ones(4), 1e-6).sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def test_a_new_norm_changes_nothing_but_the_scale():
