@@ -31,15 +31,15 @@ class ParallelConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = 300
-    seq_len: int = 256
+    steps: int = 700
+    seq_len: int = 128
     micro_batch_size: Optional[int] = None
-    global_batch_size: int = 32
+    global_batch_size: int = 8
     precision: str = "fp32"
     seed: int = 0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    log_every: int = 10
+    log_every: int = 20
 
     def check(self) -> None:
         for key in ("steps", "seq_len", "global_batch_size", "log_every"):

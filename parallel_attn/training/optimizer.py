@@ -17,7 +17,7 @@ from parallel_attn.nn.module import sharded_parameters
 
 @dataclass
 class AdamWConfig:
-    lr: float = 3e-3
+    lr: float = 4e-3
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.1

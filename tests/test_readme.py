@@ -1,0 +1,72 @@
+"""What the README shows is run: its commands as written (with few steps, unless --all), its Python as it stands."""
+
+import re
+import shlex
+import shutil
+import sys
+
+import pytest
+
+from tests.command import ROOT, execute, torchrun
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
+SHORT = ("train.steps=3", "eval.samples=4", "tracking.wandb.mode=disabled")
+
+
+def commands() -> list[str]:
+    lines = [line.split("  #")[0].strip() for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
+    found = []
+    for line in filter(None, lines):
+        loop = re.fullmatch(r"for (\w+) in (.+?); do (.+); done", line)
+        names = loop[2].split() if loop else [""]
+        found += [loop[3].replace(f"${loop[1]}", name) if loop else line for name in names]
+    return found
+
+
+def test_the_readme_has_commands():
+    assert len(commands()) >= 7 and any("torchrun" in command for command in commands())
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_of_the_readme(command, tmp_path):
+    shutil.copy(ROOT / "README.md", tmp_path)
+    arguments = shlex.split(command)
+    if arguments[0] == "torchrun":
+        arguments[:1] = [sys.executable, "-m", "torch.distributed.run"]
+    elif arguments[0] == "python":
+        arguments[0] = sys.executable
+    arguments[arguments.index("train.py")] = str(ROOT / "train.py")
+    result = execute([*arguments, *SHORT], cwd=tmp_path, timeout=200)
+    assert result.returncode == 0, result.stderr
+    assert len(list(tmp_path.glob("runs/*/summary.json"))) == 1
+    assert "validation bits per byte" in result.stdout
+
+
+def test_the_layer_example_runs_on_two_ranks_and_is_short(tmp_path):
+    example = next(block for kind, block in BLOCKS if kind == "python" and "layer.py" in block)
+    code = [line for line in example.splitlines() if line.strip() and not line.startswith(("import", "from", "#"))]
+    assert len(code) < 30
+    script = tmp_path / "layer.py"
+    script.write_text(example)
+    result = torchrun(2, cwd=tmp_path, script=script)
+    assert result.returncode == 0, result.stderr
+    losses = {rank: re.findall(rf"rank {rank} step \d loss (\S+)", result.stdout) for rank in (0, 1)}
+    assert len(losses[0]) == 5 and losses[0] == losses[1] and float(losses[0][-1]) < float(losses[0][0])
+
+
+def test_the_plan_example_prints_what_the_readme_shows(capsys):
+    example = next(block for kind, block in BLOCKS if kind == "python" and "HeadPlan" in block)
+    exec(example, {})
+    shown = capsys.readouterr().out.strip()
+    assert "\n".join(f"    {line}" for line in shown.splitlines()) in README
+
+
+def test_no_key_of_the_readme_is_unknown():
+    """Every `group.key=` in the text exists in the configuration."""
+    from parallel_attn.training.entry import _keys
+    from tests.training.composed import composed
+
+    known = set(_keys(composed())) | set(_keys(composed("data=text", "data.path=x")))
+    written = set(re.findall(r"\b((?:model|attention|data|train|optimizer|schedule|eval|tracking|parallel)\.[\w.]+)=", README))
+    assert written and written <= known, written - known
