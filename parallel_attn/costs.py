@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
 from parallel_attn.attention.base import Attention
@@ -14,8 +16,8 @@ def full_parameters(model: nn.Module) -> int:
 
 
 def local_parameters(model: nn.Module) -> int:
-    """Parameters that this rank holds."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    """Parameters of this rank's place on the tensor axis (which an engine may shard further over the replicas)."""
+    return sum(math.prod(shard.local_shape()) for shard in parameter_shards(model).values())
 
 
 def train_flops_per_token(model: nn.Module, seq_len: int) -> int:

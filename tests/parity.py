@@ -40,15 +40,15 @@ def set_parameters(module: nn.Module, seed: int = 0) -> None:
 
 
 def assemble(local: dict[str, Tensor], shards: dict) -> dict[str, Tensor]:
-    """The full tensors out of every rank's slices, by plain object exchange: none of the code under test takes part.
+    """The full tensors out of every tensor rank's slices, by plain object exchange: none of the code under test takes part.
 
-    Copies of one slice must be bitwise equal."""
+    Copies of one slice must be bitwise equal. Of several replicas the first is taken."""
     pieces: list = [None] * dist.get_world_size()
     dist.all_gather_object(pieces, {name: tensor.detach() for name, tensor in local.items()})
     full = {}
     for name, shard in shards.items():
-        for rank, piece in enumerate(pieces):
-            first = next(r for r in range(len(pieces)) if shard.range_of(r) == shard.range_of(rank))
+        for rank, piece in enumerate(pieces[: shard.degree]):
+            first = next(r for r in range(shard.degree) if shard.range_of(r) == shard.range_of(rank))
             assert torch.equal(piece[name], pieces[first][name]), f"{name}: copies on ranks {first} and {rank} differ"
         parts = [pieces[rank][name] for rank in shard.writers]
         full[name] = parts[0] if shard.dim is None else torch.cat(parts, dim=shard.dim)

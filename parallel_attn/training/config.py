@@ -18,7 +18,7 @@ from parallel_attn.data import Corpus
 from parallel_attn.errors import SettingsError
 from parallel_attn.models import ModelConfig
 from parallel_attn.tracking import TrackingConfig
-from parallel_attn.training.engine import Engine
+from parallel_attn.training.engines import Engine
 from parallel_attn.training.optimizer import AdamW
 from parallel_attn.training.schedule import Schedule
 

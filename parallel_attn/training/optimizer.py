@@ -8,6 +8,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from parallel_attn.collectives import all_reduce
 from parallel_attn.errors import SettingsError
@@ -56,27 +57,35 @@ class AdamW:
         return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
 
 
-def gradient_norm(model: nn.Module, tensor_axis: AxisGroup) -> Tensor:
+def gradient_norm(model: nn.Module, tensor_axis: AxisGroup, data_axis: AxisGroup = AxisGroup()) -> Tensor:
     """L2 norm over all full gradients, each element counted once: by the first holder of its slice.
 
-    A scalar in float32, or float64 for float64 parameters; the same on every rank of the tensor axis.
+    Where FSDP2 has sharded the gradients over the replicas (DTensor), their shards are summed over `data_axis` too.
+    A scalar in float32, or float64 for float64 parameters; the same on every rank.
     """
-    counted = [
-        parameter.grad
-        for _, parameter, shard in sharded_parameters(model)
-        if shard.first_holder and parameter.grad is not None
-    ]
+    counted, spread = [], False
+    for _, parameter, shard in sharded_parameters(model):
+        if parameter.grad is not None:
+            spread = spread or isinstance(parameter.grad, DTensor)
+            if shard.first_holder:
+                counted.append(local_part(parameter.grad))
     reference = next(model.parameters())
     dtype = torch.float64 if reference.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=dtype, device=reference.device)
     if counted:
         total = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(counted)]).square().sum()
-    return all_reduce(total, tensor_axis).sqrt()
+    total = all_reduce(total, tensor_axis)
+    return (all_reduce(total, data_axis) if spread else total).sqrt()
 
 
 def clip_gradients(model: nn.Module, norm: Tensor, limit: float | None) -> None:
     """Scales all gradients so that their norm is at most `limit`; None leaves them alone. Does not stall the device."""
     if limit is None:
         return
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    grads = [local_part(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(grads, limit / norm.clamp(min=limit))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that FSDP2 may have sharded over the replicas."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

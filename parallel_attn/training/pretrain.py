@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,7 @@ from parallel_attn.mesh import AxisGroup, Mesh
 from parallel_attn.models import DecoderLM
 from parallel_attn.tracking import MemoryMeter, Tracker, device_peak_bytes, mfu, peak_flops, process_peak_bytes
 from parallel_attn.training.config import Config, parse, plain_config
-from parallel_attn.training.engine import compute_dtypes
+from parallel_attn.training.engines import Job, compute_dtypes
 from parallel_attn.training.evaluation import evaluate
 from parallel_attn.training.run_folder import check_run_dir, open_run_dir, require_same_on_all_ranks
 
@@ -40,6 +41,7 @@ def pretrain(raw, *, name: str | None = None) -> dict:
     tokenizer = ByteTokenizer()
     resolve_vocabulary(config, tokenizer.vocab_size)
     build_model(config, AxisGroup(None, rank % tensor, tensor), "meta")  # every refusal of a layer comes here
+    config.engine.cls.check(config.engine.config, config.train.precision, tensor)
     check_run_dir(config.run_dir)
     corpus = config.data.cls(config.data.config)
     tokens = prepare_tokens(
@@ -67,7 +69,8 @@ def pretrain(raw, *, name: str | None = None) -> dict:
     )
     with tracker, meshes.peers_expected():
         model = build_model(config, mesh.tensor, device)
-        engine = config.engine.cls(model, mesh, config.engine.config, config.optimizer.config)
+        job = Job(mesh, config.optimizer.config, config.train.precision, micro_batch, accumulation)
+        engine = config.engine.cls(model, job, config.engine.config)
         train = TrainBatches(
             tokens.train,
             seq_len=config.train.seq_len,
@@ -87,7 +90,8 @@ def pretrain(raw, *, name: str | None = None) -> dict:
         )
         announce(tracker, config, model, mesh, accumulation, micro_batch, train)
         token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
-        seconds = Loop(config, model, engine, mesh, tracker, train, validation, token_bytes).run()
+        with closing(engine):
+            seconds = Loop(config, model, engine, mesh, tracker, train, validation, token_bytes).run()
         summary = {
             "train_seconds": seconds,
             "parameters": costs.full_parameters(model),
@@ -145,7 +149,7 @@ class Loop:
     """The training loop. All ranks run it in step; only rank 0's tracker writes."""
 
     def __init__(self, config, model, engine, mesh, tracker, train, validation, token_bytes) -> None:
-        self.config, self.model, self.engine, self.mesh, self.tracker = config, model, engine, mesh, tracker
+        self.config, self.model, self.engine, self.mesh, self.tracker = config, engine.module, engine, mesh, tracker
         self.train, self.validation, self.token_bytes = train, validation, token_bytes
         self.schedule = config.schedule.cls(config.schedule.config, config.optimizer.config.lr, config.train.steps)
         self.loss_settings = {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
@@ -211,7 +215,8 @@ class Loop:
         device = self.mesh.device
         if device.type == "cpu":
             return batch
-        return Batch(*(t.pin_memory().to(device, non_blocking=True) for t in (batch.tokens, batch.targets)))
+        tensors = (batch.tokens, batch.targets, batch.document_ids)
+        return Batch(*(None if t is None else t.pin_memory().to(device, non_blocking=True) for t in tensors))
 
     def speed(self, steps: int, seconds: float) -> dict[str, float]:
         settings = self.config.train

@@ -101,7 +101,7 @@ def test_all_ranks_stop_at_the_same_step_when_one_loss_is_not_finite(tmp_path, s
 
 
 def copies_case(run_dir: str) -> None:
-    from parallel_attn.training import engine as engines
+    from parallel_attn.training.engines import torch as engines
 
     models = []
     build = engines.TorchEngine.__init__
