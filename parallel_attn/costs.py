@@ -15,9 +15,9 @@ def full_parameters(model: nn.Module) -> int:
     return sum(shard.full_elements() for shard in parameter_shards(model).values())
 
 
-def local_parameters(model: nn.Module) -> int:
-    """Parameters of this rank's place on the tensor axis (which an engine may shard further over the replicas)."""
-    return sum(math.prod(shard.local_shape()) for shard in parameter_shards(model).values())
+def local_parameters(model: nn.Module, rank: int | None = None) -> int:
+    """Parameters that tensor rank `rank` (default: this one) holds; an engine may shard them further over the replicas."""
+    return sum(math.prod(shard.local_shape(rank)) for shard in parameter_shards(model).values())
 
 
 def train_flops_per_token(model: nn.Module, seq_len: int) -> int:

@@ -76,6 +76,7 @@ class AxisGroup:
         return made
 
 
+_meshes: dict[tuple, Mesh] = {}
 _subgroups: list[tuple[dist.ProcessGroup, tuple[int, ...], AxisGroup]] = []
 
 
@@ -159,10 +160,12 @@ def start(device: torch.device, *, tensor: int = 1, data: int | None = None, tim
         if "RANK" not in os.environ:  # no launcher: a world of one, without any port
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **options)
-    mesh = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
-    return Mesh(
-        mesh, device, AxisGroup.of(mesh, axis="data"), AxisGroup.of(mesh), AxisGroup(dist.group.WORLD, rank, world_size)
-    )
+    key = dist.group.WORLD, data, tensor
+    if key not in _meshes:  # the jobs of a sweep share their groups: each group costs threads and sockets
+        made = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
+        world = AxisGroup(dist.group.WORLD, rank, world_size)
+        _meshes[key] = Mesh(made, device, AxisGroup.of(made, axis="data"), AxisGroup.of(made), world)
+    return _meshes[key]
 
 
 def lost_contact(error: BaseException) -> bool:
@@ -189,6 +192,7 @@ def peers_expected() -> Iterator[None]:
 def shutdown() -> None:
     """Leaves torch.distributed; a barrier first, so that nobody tears down a connection that a peer still reads."""
     _subgroups.clear()
+    _meshes.clear()
     if dist.is_initialized():
         if dist.get_world_size() > 1:
             dist.barrier()

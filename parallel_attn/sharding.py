@@ -108,10 +108,17 @@ class HeadPlan:
         """Query heads of the fullest rank / mean over ranks: what the slowest rank costs. 1.0 is perfect."""
         return max(stop - start for start, stop in self.query_heads) * self.degree / self.num_heads
 
-    def __str__(self) -> str:
-        header = ("rank", "query heads", "KV heads", "copies of its KV heads")
+    def table(self, **columns: list[str]) -> str:
+        """Rank -> query heads, KV heads, copies, and further columns (a cell for each rank), under a title line."""
+        header = ("rank", "query heads", "KV heads", "copies of its KV heads", *columns)
         rows = [
-            (str(rank), _show(self.query_heads[rank]), _show(self.kv_heads[rank]), str(len(self.holders(rank))))
+            (
+                str(rank),
+                _show(self.query_heads[rank]),
+                _show(self.kv_heads[rank]),
+                str(len(self.holders(rank))),
+                *(cells[rank] for cells in columns.values()),
+            )
             for rank in range(self.degree)
         ]
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
@@ -121,6 +128,9 @@ class HeadPlan:
             f"rank{'s' if self.degree > 1 else ''}: imbalance {self.imbalance:.2f}"
         )
         return "\n".join([title, *lines])
+
+    def __str__(self) -> str:
+        return self.table()
 
 
 def _show(heads: Range) -> str:

@@ -64,7 +64,7 @@ def test_the_plan_example_prints_what_the_readme_shows(capsys):
 
 def test_no_key_of_the_readme_is_unknown():
     """Every `group.key=` in the text exists in the configuration."""
-    from parallel_attn.training.entry import _keys
+    from parallel_attn.training.overrides import _keys
     from tests.training.composed import composed
 
     known = set(_keys(composed())) | set(_keys(composed("data=text", "data.path=x")))

@@ -23,7 +23,12 @@ _ROWS = (
     ("val/bits_per_byte", "validation bits per byte", "{:.4f}"),
     ("train/tokens_per_second", "tokens per second", "{:,.0f}"),
     ("train/mfu", "model-FLOPs utilisation", "{:.1%}"),
-    ("memory/total_peak_bytes", "peak of live tensors", "{:,} bytes"),
+    ("memory/parameters_bytes", "memory: parameters", "{:,} bytes"),
+    ("memory/gradients_bytes", "memory: gradients", "{:,} bytes"),
+    ("memory/optimizer_bytes", "memory: optimizer", "{:,} bytes"),
+    ("memory/activations_peak_bytes", "memory: activations, peak", "{:,} bytes"),
+    ("memory/total_peak_bytes", "memory: all live tensors, peak", "{:,} bytes"),
+    ("memory/kv_cache_bytes_per_token", "KV cache of a token, later", "{:,} bytes"),
     ("memory/process_peak_bytes", "peak of the process", "{:,} bytes"),
     ("memory/device_peak_bytes", "peak on the device", "{:,} bytes"),
 )
@@ -138,6 +143,11 @@ class Tracker:
 
     def _rows(self, summary: Mapping[str, Any]) -> dict[str, str]:
         rows = {label: form.format(summary[key]) for key, label, form in _ROWS if summary.get(key) is not None}
+        best = summary.get("best")
+        if best:
+            rows["best validation"] = ", ".join(
+                f"{key.removeprefix('val/')} {value:.4f}" for key, value in best.items() if key.startswith("val/")
+            ) + f" at step {best['step']:,}"
         if "error" in summary:
             rows["error"] = str(summary["error"])
         rows["run folder"] = str(self.run_dir)

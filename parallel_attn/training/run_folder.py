@@ -59,7 +59,7 @@ def open_run_dir(run_dir: str | None, name: str, plain_config: dict, mesh: Mesh)
             _write_config(Path(folder), plain_config)
         except OSError as error:
             problem = f"run_dir={run_dir or 'runs'} cannot be written: {error.strerror} ({error.filename})"
-    folder, problem = _from_rank_0(folder, mesh), _from_rank_0(problem, mesh)
+    folder, problem = broadcast_text(folder, mesh), broadcast_text(problem, mesh)
     if problem:
         raise SettingsError(problem)
     return Path(folder)
@@ -103,7 +103,7 @@ def _write_config(folder: Path, plain_config: dict) -> None:
     temporary.replace(folder / CONFIG_FILE)
 
 
-def _from_rank_0(text: str, mesh: Mesh) -> str:
+def broadcast_text(text: str, mesh: Mesh) -> str:
     """Broadcast of a short text as bytes."""
     if mesh.world.degree == 1:
         return text

@@ -8,7 +8,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from parallel_attn.training.entry import config_dir
+from parallel_attn.training.overrides import config_dir
 
 QUIET = ("tracking.wandb.mode=disabled", "tracking.console=none")
 SMALL = (  # a model of ~30k parameters whose heads, KV heads, MLP width and vocabulary divide by little

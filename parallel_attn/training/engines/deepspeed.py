@@ -7,8 +7,10 @@ parameter is flagged, or when it sits on tensor rank 0: so each rank flags what 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from parallel_attn.data import Batch
 from parallel_attn.errors import NonFiniteLoss, SettingsError
-from parallel_attn.mesh import Mesh
+from parallel_attn.mesh import Mesh, launcher_ranks
 from parallel_attn.nn import sharded_parameters
 from parallel_attn.training.engines.base import Engine, Job, refuse
 from parallel_attn.training.optimizer import AdamW, gradient_norm
@@ -99,13 +101,14 @@ class DeepSpeedEngine(Engine):
             },
             config.own_config(),
         )
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=module,
-            optimizer=AdamW.build(module, job.optimizer),
-            config=settings,
-            mpu=TensorAxisForDeepSpeed(job.mesh),
-            dist_init_required=False,
-        )
+        with _local_rank_in_environment():
+            self.engine, self.optimizer, _, _ = deepspeed.initialize(
+                model=module,
+                optimizer=AdamW.build(module, job.optimizer),
+                config=settings,
+                mpu=TensorAxisForDeepSpeed(job.mesh),
+                dist_init_required=False,
+            )
         self.module = self.engine.module
 
     def forward_backward(self, batches: Sequence[Batch], scale: Tensor, **loss_settings: float) -> Tensor:
@@ -190,6 +193,19 @@ def import_deepspeed():
     backend = torch.distributed.get_backend()
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     return deepspeed
+
+
+@contextmanager
+def _local_rank_in_environment() -> Iterator[None]:
+    """DeepSpeed insists on LOCAL_RANK, which a plain `python train.py` does not have."""
+    missing = "LOCAL_RANK" not in os.environ
+    if missing:
+        os.environ["LOCAL_RANK"] = str(launcher_ranks()[1])
+    try:
+        yield
+    finally:
+        if missing:
+            del os.environ["LOCAL_RANK"]
 
 
 def _merged(ours: dict, theirs: dict) -> dict:

@@ -43,7 +43,7 @@ class TorchEngine(Engine):
             self._shard_fully(module)
         elif self.replicas.degree > 1:
             self.wrapped = nn.parallel.DistributedDataParallel(
-                module, process_group=self.replicas.group, broadcast_buffers=False, gradient_as_bucket_view=True
+                module, process_group=self.replicas.group, gradient_as_bucket_view=True
             )
         self.optimizer = AdamW.build(module, job.optimizer)
 

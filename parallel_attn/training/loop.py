@@ -1,0 +1,119 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from parallel_attn import costs
+from parallel_attn.collectives import all_reduce
+from parallel_attn.data import IGNORE, Batch
+from parallel_attn.errors import NonFiniteLoss
+from parallel_attn.tracking import MemoryMeter, device_peak_bytes, mfu, peak_flops, process_peak_bytes
+from parallel_attn.training.engines import compute_dtypes
+from parallel_attn.training.evaluation import evaluate
+
+
+class Loop:
+    """The training loop. All ranks run it in step; only rank 0's tracker writes."""
+
+    def __init__(self, config, engine, mesh, tracker, train, validation, token_bytes) -> None:
+        self.config, self.engine, self.mesh, self.tracker = config, engine, mesh, tracker
+        self.model = model = engine.module
+        self.train, self.validation, self.token_bytes = train, validation, token_bytes
+        self.schedule = config.schedule.cls(config.schedule.config, config.optimizer.config.lr, config.train.steps)
+        self.loss_settings = {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
+        flops_dtype = compute_dtypes(config.train.precision)[1] or model.embedding.weight.dtype
+        self.peak = peak_flops(mesh.device, flops_dtype)
+        self.flops_per_token = costs.train_flops_per_token(model, config.train.seq_len)
+        self.pending: list[tuple[int, Tensor]] = []
+        self.best: dict[str, float] = {}
+
+    def run(self) -> float:
+        """Runs all optimizer steps; returns the seconds they took, validation included."""
+        settings, began, device_type = self.config.train, time.perf_counter(), self.mesh.device.type
+        measured_step = min(1, settings.steps - 1)  # the second step: optimizer state exists by then
+        window_began, window_steps = began, 0
+        for step in range(settings.steps):
+            batches = [self.to_device(batch) for batch in self.train.step(step)]
+            metrics: dict[str, float] = {}
+            if step == measured_step:
+                with MemoryMeter(parameters=self.model.parameters(), optimizer=self.engine.optimizer) as meter:
+                    loss, norm = self.step(step, batches)
+                metrics |= self.memory(meter.report())
+            else:
+                loss, norm = self.step(step, batches)
+            self.stop_if_not_finite(keep_newest=device_type != "cpu")
+            window_steps += 1
+            done = step + 1
+            last = done == settings.steps
+            if done % settings.log_every == 0 or last or metrics:
+                metrics |= {"train/loss": loss.item(), "train/grad_norm": norm.item()}
+                metrics |= {"train/lr": self.schedule.rate(step)}
+                metrics |= self.speed(window_steps, time.perf_counter() - window_began)
+                self.tracker.log(done, metrics)
+                window_began, window_steps = time.perf_counter(), 0
+            if self.config.eval.every and (done % self.config.eval.every == 0 or last):
+                self.validate(done)
+                window_began = time.perf_counter() if window_steps == 0 else window_began
+        self.stop_if_not_finite(keep_newest=False)
+        return time.perf_counter() - began
+
+    def validate(self, done: int) -> None:
+        metrics = evaluate(self.model, self.validation, self.token_bytes, self.mesh)
+        self.tracker.log(done, metrics)
+        if not self.best or metrics["val/loss"] < self.best["val/loss"]:
+            self.best = {"step": done, **metrics}
+
+    def step(self, step: int, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+        """One optimizer step: (mean loss over the valid targets of the global batch, gradient norm before clipping)."""
+        # Known before the first backward, so that any split into micro batches and replicas gives the same gradient.
+        valid = sum((batch.targets != IGNORE).sum() for batch in batches).double()
+        scale = 1 / all_reduce(valid, self.mesh.data).clamp(min=1)
+        loss_sum = self.engine.forward_backward(batches, scale, **self.loss_settings)
+        loss = all_reduce(loss_sum.double(), self.mesh.data) * scale
+        norm = self.engine.step(self.schedule.rate(step), loss.isfinite())
+        self.pending.append((step, loss.isfinite() & norm.isfinite()))
+        return loss, norm
+
+    def stop_if_not_finite(self, *, keep_newest: bool) -> None:
+        """Reads the flags of the steps so far, but for the newest where the device would have to be waited for: the
+        update was masked on the device, so the host may look one step late."""
+        newest = self.pending[-1:] if keep_newest else []
+        for step, finite in self.pending[: len(self.pending) - len(newest)]:
+            if not bool(finite):
+                raise NonFiniteLoss(
+                    f"loss or gradient norm is not finite at optimizer step {step + 1}: no parameter was changed by it; "
+                    f"try a smaller optimizer.lr, or a longer schedule.warmup_steps"
+                )
+        self.pending = newest
+
+    def to_device(self, batch: Batch) -> Batch:
+        device = self.mesh.device
+        if device.type == "cpu":
+            return batch
+        tensors = (batch.tokens, batch.targets, batch.document_ids)
+        return Batch(*(None if t is None else t.pin_memory().to(device, non_blocking=True) for t in tensors))
+
+    def speed(self, steps: int, seconds: float) -> dict[str, float]:
+        settings = self.config.train
+        rate = steps * settings.global_batch_size * settings.seq_len / seconds
+        metrics = {"train/tokens_per_second": rate, "memory/process_peak_bytes": process_peak_bytes()}
+        utilisation = mfu(self.flops_per_token, rate / self.mesh.world.degree, self.peak)
+        if utilisation is not None:
+            metrics["train/mfu"] = utilisation
+        peak = device_peak_bytes(self.mesh.device)
+        if peak is not None:
+            metrics["memory/device_peak_bytes"] = peak
+        return metrics
+
+    def memory(self, report: dict[str, int]) -> dict[str, float]:
+        """Bytes by kind on the fullest rank of each kind, and what a token will cost in a cache."""
+        names = sorted(report)
+        values = torch.tensor([report[name] for name in names], dtype=torch.int64, device=self.mesh.device)
+        fullest = dict(zip(names, all_reduce(values, self.mesh.world, "max").tolist()))
+        dtype = compute_dtypes(self.config.train.precision)[1] or self.model.embedding.weight.dtype
+        per_rank = (self.model.cache_elements_per_token(r) for r in range(self.mesh.tensor.degree))
+        return fullest | {"memory/kv_cache_bytes_per_token": max(per_rank) * dtype.itemsize}
