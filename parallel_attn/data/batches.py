@@ -24,7 +24,6 @@ class Batch:
 
     tokens: torch.Tensor
     targets: torch.Tensor
-    document_ids: torch.Tensor | None = None
 
 
 def read_batch(tokens: TokenFile, samples: np.ndarray, seq_len: int, rows: int | None = None) -> Batch:
