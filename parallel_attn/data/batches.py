@@ -20,22 +20,59 @@ IGNORE = -100  # a target that does not count
 
 @dataclass
 class Batch:
-    """One micro batch: tokens [B, S] int64, targets [B, S] int64 (the token after each one; IGNORE: none)."""
+    """One micro batch, all [B, S] int64.
+
+    targets: the token after each one; IGNORE: none. document_ids: which document of its row a token belongs to, from 0;
+    an end of text belongs to the document it closes. None: attention does not stop at documents. target_bytes: bytes of
+    text behind each target, 0 where it is ignored or special; bits per byte divides by their sum. None: training.
+    """
 
     tokens: torch.Tensor
     targets: torch.Tensor
+    document_ids: torch.Tensor | None = None
+    target_bytes: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device; to CUDA from pinned memory, without waiting."""
+        if device.type == "cpu":
+            return self
+        parts = (self.tokens, self.targets, self.document_ids, self.target_bytes)
+        return Batch(*(p if p is None else p.pin_memory().to(device, non_blocking=True) for p in parts))
 
 
-def read_batch(tokens: TokenFile, samples: np.ndarray, seq_len: int, rows: int | None = None) -> Batch:
-    """The given samples as one Batch; rows beyond them are padding without any target. rows: default len(samples)."""
+def read_batch(
+    tokens: TokenFile,
+    samples: np.ndarray,
+    seq_len: int,
+    rows: int | None = None,
+    *,
+    documents: bool = False,
+    count_bytes: bool = False,
+) -> Batch:
+    """The given samples as one Batch; rows beyond them are padding without any target. rows: default len(samples).
+
+    documents: with document_ids. count_bytes: with target_bytes.
+    """
     rows = len(samples) if rows is None else rows
     inputs = np.zeros((rows, seq_len), dtype=np.int64)
     targets = np.full((rows, seq_len), IGNORE, dtype=np.int64)
+    sizes = np.zeros((rows, seq_len), dtype=np.int64) if count_bytes else None
     for row, sample in enumerate(samples):
         start = int(sample) * seq_len
         text = tokens.read(start, start + seq_len + 1)
         inputs[row], targets[row] = text[:-1], text[1:]
-    return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
+        if sizes is not None:
+            sizes[row] = tokens.read_bytes(start + 1, start + seq_len + 1)
+    ids = _document_ids(inputs, tokens) if documents else None
+    return Batch(*(part if part is None else torch.from_numpy(part) for part in (inputs, targets, ids, sizes)))
+
+
+def _document_ids(inputs: np.ndarray, tokens: TokenFile) -> np.ndarray:
+    """[B, S] tokens -> [B, S] int64: how many ends of text stand before each token in its row."""
+    if tokens.end_of_text is None:
+        raise ValueError(f"documents=True, but the tokens of {tokens.path} do not say which id ends a text")
+    ends = (inputs == tokens.end_of_text).astype(np.int64)
+    return np.cumsum(ends, axis=1) - ends
 
 
 def _check_replica(data_rank: int, data_degree: int) -> None:
@@ -59,8 +96,12 @@ class TrainBatches:
         seed: int,
         data_rank: int,
         data_degree: int,
+        documents: bool = False,
     ):
-        """Raises SettingsError where the batch sizes do not fit one another or the replicas."""
+        """documents: batches carry document_ids.
+
+        Raises SettingsError where the batch sizes do not fit one another or the replicas.
+        """
         _check_replica(data_rank, data_degree)
         once = micro_batch_size * data_degree
         if min(micro_batch_size, global_batch_size) < 1 or global_batch_size % once:
@@ -70,7 +111,7 @@ class TrainBatches:
                 f"= {micro_batch_size} x {data_degree} (both at least 1); {fits} works"
             )
         self.tokens, self.seq_len, self.micro_batch_size = tokens, seq_len, micro_batch_size
-        self.global_batch_size, self.data_rank = global_batch_size, data_rank
+        self.global_batch_size, self.data_rank, self.documents = global_batch_size, data_rank, documents
         self.replica_batch_size = global_batch_size // data_degree
         self.order = SampleOrder(sample_count(tokens, seq_len), seed)
 
@@ -88,25 +129,36 @@ class TrainBatches:
         first = step * self.global_batch_size + self.data_rank * self.replica_batch_size
         samples = self.order.samples(first, first + self.replica_batch_size)
         size = self.micro_batch_size
-        return [read_batch(self.tokens, samples[at : at + size], self.seq_len) for at in range(0, len(samples), size)]
+        micro_batches = (samples[at : at + size] for at in range(0, len(samples), size))
+        return [read_batch(self.tokens, ids, self.seq_len, documents=self.documents) for ids in micro_batches]
 
 
 class EvalBatches:
     """The first min(samples, available) samples, each on exactly one replica; iterate for Batches, as often as wanted.
 
     Every replica yields len(self) batches of [micro_batch_size, S], filled up with rows without targets, so that
-    collectives line up. A mean weighted by valid targets then depends neither on micro batch nor on replicas.
+    collectives line up. A mean weighted by valid targets then depends neither on micro batch nor on replicas. Batches
+    have target_bytes where the tokens keep them (those of a validation split do).
     """
 
     def __init__(
-        self, tokens: TokenFile, *, seq_len: int, samples: int, micro_batch_size: int, data_rank: int, data_degree: int
+        self,
+        tokens: TokenFile,
+        *,
+        seq_len: int,
+        samples: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_degree: int,
+        documents: bool = False,
     ):
-        """Raises SettingsError for samples or a micro batch below 1."""
+        """documents: batches carry document_ids. Raises SettingsError for samples or a micro batch below 1."""
         _check_replica(data_rank, data_degree)
         for key, value in (("eval.samples", samples), ("train.micro_batch_size", micro_batch_size)):
             if value < 1:
                 raise SettingsError(f"{key}={value}: must be at least 1")
         self.tokens, self.seq_len, self.micro_batch_size = tokens, seq_len, micro_batch_size
+        self.documents, self.count_bytes = documents, tokens.bytes_path is not None
         self.num_samples = min(samples, sample_count(tokens, seq_len))
         self._share = -(-self.num_samples // data_degree)
         first = min(data_rank * self._share, self.num_samples)
@@ -119,4 +171,11 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         size = self.micro_batch_size
         for at in range(0, len(self) * size, size):
-            yield read_batch(self.tokens, self._samples[at : at + size], self.seq_len, rows=size)
+            yield read_batch(
+                self.tokens,
+                self._samples[at : at + size],
+                self.seq_len,
+                rows=size,
+                documents=self.documents,
+                count_bytes=self.count_bytes,
+            )

@@ -1,6 +1,7 @@
-"""The token cache on disk. An entry is `<key>.bin` (raw tokens) and `<key>.json` (what they are).
+"""The token cache on disk. An entry is `<key>.bin` (raw tokens), `<key>.bytes` (bytes of text behind each val token)
+and `<key>.json` (what they are).
 
-The JSON is written last: where it stands, and the size of the .bin agrees, the entry is whole. Every file is written
+The JSON is written last: where it stands, and the sizes agree, the entry is whole. Every file is written
 under a name of its own process, synced and renamed: builders at the same time and processes killed halfway do no harm.
 `stat-<stat key>.json` says which content the files on disk had, so that it need not be hashed again.
 """
@@ -20,7 +21,7 @@ from typing import BinaryIO
 import numpy as np
 
 from parallel_attn.data.identity import FORMAT
-from parallel_attn.data.tokens import TokenFile, TokenSplits
+from parallel_attn.data.tokens import BYTES_DTYPE, TokenFile, TokenSplits
 from parallel_attn.errors import SettingsError
 
 STALE_SECONDS = 24 * 3600  # a temporary file untouched for a day belongs to nobody
@@ -83,7 +84,7 @@ class TokenCache:
 
     def write_json(self, name: str, value: dict) -> None:
         with self.writing(name) as handle:
-            handle.write(json.dumps(value, indent=1).encode())
+            handle.write(json.dumps({"format": FORMAT} | value, indent=1).encode())
 
     def read_json(self, name: str) -> dict | None:
         """The object in the file, or None where it is missing, no JSON, or of another format version."""
@@ -93,12 +94,13 @@ class TokenCache:
             return None
         return value if isinstance(value, dict) and value.get("format") == FORMAT else None
 
-    def content_of(self, stat: str) -> str | None:
-        index = self.read_json(f"stat-{stat}.json")
-        return index and index.get("content")
+    def note_of(self, stat: str) -> dict | None:
+        """What is known of a corpus by its stat key: its `content` key and what it is `pinned` to."""
+        note = self.read_json(f"stat-{stat}.json")
+        return note if note and note.get("content") else None
 
-    def remember_content(self, stat: str, content: str) -> None:
-        self.write_json(f"stat-{stat}.json", {"format": FORMAT, "content": content})
+    def remember_note(self, stat: str, note: dict) -> None:
+        self.write_json(f"stat-{stat}.json", note)
 
     def load(self, key: str) -> TokenSplits | None:
         """The tokens of an entry, or None where it is not whole (then its builder writes it again)."""
@@ -109,11 +111,15 @@ class TokenCache:
             # KeyError, TypeError: a sidecar that somebody edited is as good as none
             if entry is None or size != entry["count"] * np.dtype(entry["dtype"]).itemsize:
                 return None
-            common = {name: entry[name] for name in ("dtype", "sha256", "vocab_size")} | {"path": str(path)}
-            cut = entry["train_count"]
+            cut, sizes = entry["train_count"], self.folder / f"{key}.bytes"
+            val_count = entry["count"] - cut
+            if sizes.stat().st_size != val_count * BYTES_DTYPE.itemsize:
+                return None
+            common = {name: entry[name] for name in ("dtype", "sha256", "vocab_size", "end_of_text")}
+            common["path"] = str(path)
             return TokenSplits(
                 train=TokenFile(count=cut, **common),
-                val=TokenFile(count=entry["count"] - cut, start=cut, **common),
+                val=TokenFile(count=val_count, start=cut, bytes_path=str(sizes), **common),
                 tokenizer=entry["tokenizer"],
             )
         except (OSError, KeyError, TypeError):
@@ -132,6 +138,17 @@ class TokenCache:
             return (self.folder / f"claim-{claim}").stat().st_mtime_ns
         except OSError:
             return None
+
+    def leave_failure(self, claim: str, message: str) -> None:
+        """Tell those who wait why nothing will come."""
+        try:
+            self.write_json(f"claim-{claim}.json", {"error": message, "id": uuid.uuid4().hex})
+        except SettingsError:
+            pass  # where nothing can be written nobody waits for long; the failure itself is raised by the caller
+
+    def failure(self, claim: str) -> dict | None:
+        """The last failure of a builder, with an `id` that tells it from an earlier one."""
+        return self.read_json(f"claim-{claim}.json")
 
     @staticmethod
     def _temporary(final: Path) -> Path:

@@ -3,8 +3,8 @@
 A rank that need not build waits for files, never in a collective: tokenising may take longer than any timeout of a
 process group. How do the others know which entry to wait for, without hashing the corpus once per rank?
 1. every rank computes the stat key of its own files (cheap);
-2. the builder hashes the content once, leaves `stat key -> content key` in the cache, then builds the entry if missing;
-3. the others look for that note, then for the entry.
+2. the builder finds the content key once, leaves `stat key -> content key` in the cache, then builds what is missing;
+3. the others look for that note, then for the entry; a builder that fails leaves its reason, which all of them raise.
 Who waits and sees no sign of life from a builder for TAKEOVER_SECONDS builds by itself: so each rank may have a cache
 folder of its own (another node's disk), or see other time stamps. Builders at the same time write the same bytes.
 """
@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
-from collections.abc import Callable
-
-import numpy as np
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 from parallel_attn.data.cache import TokenCache
-from parallel_attn.data.corpus import HOLDOUT, SPLIT_TAIL, SPLITS, Corpus
-from parallel_attn.data.identity import FORMAT, claim_key, content_key, entry_key, settle, stat_key
-from parallel_attn.data.tokens import TokenFile, TokenSplits, TokenWriter, sample_count
+from parallel_attn.data.corpus import SPLITS, Corpus
+from parallel_attn.data.encode import write_tokens
+from parallel_attn.data.identity import claim_key, content_key, entry_key, settle, stat_key
+from parallel_attn.data.tokenizer import Progress, Tokenizer
+from parallel_attn.data.tokens import TokenFile, TokenSplits, sample_count
 from parallel_attn.errors import SettingsError
 
 POLL_SECONDS = 0.1
@@ -29,12 +32,12 @@ REPORT_SECONDS = 30.0
 TAKEOVER_SECONDS = 30.0
 SIGN_SECONDS = 1.0
 
-Progress = Callable[[str], None]
+Result = TypeVar("Result")
 
 
 def prepare_tokens(
     corpus: Corpus,
-    tokenizer,
+    tokenizer: Tokenizer,
     *,
     builder: bool,
     seq_len: int,
@@ -45,33 +48,119 @@ def prepare_tokens(
 
     wait_seconds: how long a rank that does not build waits; None: until the launcher ends it.
     progress(line): told what is being done or waited for, every REPORT_SECONDS.
-    Raises SettingsError: no usable text, a cache folder that cannot be written, an id outside the vocabulary, files
-    that change meanwhile, a split shorter than one sample (seq_len + 1 tokens).
+    Raises SettingsError: no usable text, a cache folder that cannot be written, an id outside the vocabulary, bytes
+    that are not UTF-8 under a text tokenizer, files that change meanwhile, a split shorter than one sample (seq_len +
+    1 tokens).
     """
     if seq_len < 1:
         raise SettingsError(f"train.seq_len={seq_len}: must be at least 1")
-    progress = progress or (lambda line: None)
     corpus.check()
     cache = TokenCache(corpus.cache_dir)
-    stat = _stat_key(corpus)
-    splits = _load(corpus, tokenizer, cache, stat)
-    if splits is None:
-        cache.require_writable()
-        if not builder:
-            splits = _wait(corpus, tokenizer, cache, stat, wait_seconds, progress)
+
+    def look(content: str) -> TokenSplits | None:
+        return cache.load(entry_key(content, tokenizer.fingerprint, corpus))
+
+    def build(content: str, pulse: Pulse) -> TokenSplits:
+        key = entry_key(content, tokenizer.fingerprint, corpus)
+        on_bytes = pulse.reading("tokenizing")
+        entry = write_tokens(corpus, tokenizer, cache, key, on_bytes, unchanged=pulse.require_unchanged)
+        if corpus.nulls:
+            pulse.progress(f"{corpus.label('train')}: {corpus.nulls} records without text (null) left out")
+        cache.write_json(f"{key}.json", entry | {"content": content})
+        splits = cache.load(key)
         if splits is None:
-            splits = _build(corpus, tokenizer, cache, progress)
+            raise cache.error("the tokens just written cannot be read back")
+        return splits
+
+    job = Build(corpus, cache, what=f"the tokens of {corpus.label('train')}", purpose=tokenizer.fingerprint)
+    splits = job.run(look, build, builder=builder, progress=progress, wait_seconds=wait_seconds)
     for name, tokens in zip(SPLITS, (splits.train, splits.val), strict=True):
         _check_length(corpus, name, tokens, seq_len)
     return splits
 
 
-def _load(corpus: Corpus, tokenizer, cache: TokenCache, stat: str) -> TokenSplits | None:
-    content = cache.content_of(stat)
-    return content and cache.load(entry_key(content, tokenizer.fingerprint, corpus.split_rule))
+class Build:
+    """Something made from a corpus and kept in the cache: one rank makes it, the others wait for its files."""
+
+    def __init__(self, corpus: Corpus, cache: TokenCache, *, what: str, purpose: str):
+        """what: for messages. purpose: tells this work on the corpus from other work on it."""
+        self.corpus, self.cache, self.what, self.purpose = corpus, cache, what, purpose
+
+    def run(
+        self,
+        look: Callable[[str], Result | None],
+        build: Callable[[str, Pulse], Result],
+        *,
+        builder: bool,
+        progress: Progress | None,
+        wait_seconds: float | None,
+    ) -> Result:
+        """look(content key): what the cache has, or None. build(content key, pulse): makes it and leaves it there."""
+        progress = progress or (lambda line: None)
+        stat = require_stat_key(self.corpus)
+        claim = claim_key(stat, self.purpose)
+        old_failure = self.cache.failure(claim)
+        found = self._look(stat, look)
+        if found is None:
+            self.cache.require_writable()
+            if not builder:
+                found = self._wait(stat, claim, look, old_failure, progress, wait_seconds)
+        if found is None:
+            try:
+                found = self._build(claim, look, build, progress)
+            except SettingsError as error:
+                self.cache.leave_failure(claim, str(error))
+                raise
+        return found
+
+    def _look(self, stat: str, look: Callable[[str], Result | None]) -> Result | None:
+        note = self.cache.note_of(stat)
+        return note and look(note["content"])
+
+    def _wait(self, stat, claim, look, old_failure, progress, wait_seconds):
+        """Poll until it is there; None when no builder has shown itself for a while and this rank should build."""
+        where = self.cache.folder
+        began = reported = seen_at = time.monotonic()
+        seen = self.cache.last_sign(claim)
+        # not all at once: the first one to take over gives a sign that holds the others back
+        patience = TAKEOVER_SECONDS * random.Random(os.getpid()).uniform(1.0, 1.3)
+        while (found := self._look(stat, look)) is None:
+            now = time.monotonic()
+            sign = self.cache.last_sign(claim)
+            if sign != seen:
+                seen, seen_at = sign, now
+            failure = self.cache.failure(claim)
+            if failure and failure != old_failure:
+                raise SettingsError(failure["error"])
+            if wait_seconds is not None and now - began > wait_seconds:
+                raise self.cache.error(f"waited {wait_seconds:g} s for another rank to write {self.what}")
+            if now - seen_at > patience:
+                progress(f"no other rank is building {self.what} in {where}: building here")
+                return None
+            if now - reported > REPORT_SECONDS:
+                reported = now
+                progress(f"waiting {now - began:.0f} s for {self.what} in {where}")
+            time.sleep(POLL_SECONDS)
+        return found
+
+    def _build(self, claim, look, build, progress):
+        corpus, cache = self.corpus, self.cache
+        settle(corpus)
+        before = require_stat_key(corpus)
+        pulse = Pulse(corpus, cache, claim, before, progress)
+        cache.remove_stale()
+        note = cache.note_of(before)
+        if note is None:
+            content = content_key(corpus, pulse.reading("hashing"))
+            pulse.require_unchanged()
+            note = {"content": content, "pinned": corpus.pinned}
+            cache.remember_note(before, note)
+        corpus.pinned = note.get("pinned")
+        found = look(note["content"])  # the same text under another path or time stamp
+        return build(note["content"], pulse) if found is None else found
 
 
-def _stat_key(corpus: Corpus) -> str:
+def require_stat_key(corpus: Corpus) -> str:
     try:
         return stat_key(corpus)
     except OSError as error:
@@ -79,114 +168,30 @@ def _stat_key(corpus: Corpus) -> str:
         raise SettingsError(f"{corpus.label('train')}: {reason}; start again when the files are complete") from error
 
 
-def _wait(
-    corpus: Corpus, tokenizer, cache: TokenCache, stat: str, wait_seconds: float | None, progress: Progress
-) -> TokenSplits | None:
-    """Poll until the entry is there; None when no builder has shown itself for a while and this rank should build."""
-    what = corpus.label("train")
-    claim = claim_key(stat, tokenizer.fingerprint)
-    began = reported = seen_at = time.monotonic()
-    seen = cache.last_sign(claim)
-    # not all at once: the first one to take over gives a sign that holds the others back
-    patience = TAKEOVER_SECONDS * random.Random(os.getpid()).uniform(1.0, 1.3)
-    while (splits := _load(corpus, tokenizer, cache, stat)) is None:
-        now = time.monotonic()
-        sign = cache.last_sign(claim)
-        if sign != seen:
-            seen, seen_at = sign, now
-        if wait_seconds is not None and now - began > wait_seconds:
-            raise cache.error(f"waited {wait_seconds:g} s for another rank to write the tokens of {what}")
-        if now - seen_at > patience:
-            progress(f"no other rank is building the tokens of {what} in {cache.folder}: building here")
-            return None
-        if now - reported > REPORT_SECONDS:
-            reported = now
-            progress(f"waiting {now - began:.0f} s for the tokens of {what} in {cache.folder}")
-        time.sleep(POLL_SECONDS)
-    return splits
-
-
-def _build(corpus: Corpus, tokenizer, cache: TokenCache, progress: Progress) -> TokenSplits:
-    settle(corpus)
-    before = _stat_key(corpus)
-    pulse = _Pulse(corpus, cache, claim_key(before, tokenizer.fingerprint), progress)
-    cache.remove_stale()
-    content = cache.content_of(before)
-    if content is None:
-        content = content_key(corpus, pulse.reading("hashing"))
-        _require_unchanged(corpus, before)
-        cache.remember_content(before, content)
-    key = entry_key(content, tokenizer.fingerprint, corpus.split_rule)
-    if (splits := cache.load(key)) is not None:
-        return splits  # the same text under another path or time stamp
-    with cache.writing(f"{key}.bin") as handle:
-        writer = TokenWriter(handle, tokenizer.vocab_size, corpus.label("train"))
-        train_count = _encode(corpus, tokenizer, writer, pulse.reading("tokenizing"))
-        _require_unchanged(corpus, before)
-    entry = {
-        "format": FORMAT,
-        "dtype": writer.dtype.str,
-        "count": writer.count,
-        "train_count": train_count,  # the first ones; the rest is val
-        "sha256": writer.sha256(),
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.fingerprint,
-        "source": corpus.label("train"),
-        "content": content,
-        "split_rule": corpus.split_rule,
-    }
-    cache.write_json(f"{key}.json", entry)
-    splits = cache.load(key)
-    if splits is None:
-        raise cache.error("the tokens just written cannot be read back")
-    return splits
-
-
-def _encode(corpus: Corpus, tokenizer, writer: TokenWriter, on_bytes: Callable[[int], None]) -> int:
-    """Write train, then val, each document closed by end_of_text. Returns how many tokens are train."""
-    end = np.array([tokenizer.end_of_text])
-    counts = {}
-    for split in SPLITS:
-        for source in corpus.sources(split):
-            for ids in tokenizer.encode_document(corpus.chunks(split, source)):
-                writer.write(ids)
-                on_bytes(len(ids))
-            writer.write(end)
-        counts[split] = writer.count
-    return writer.count - writer.count // HOLDOUT if corpus.split_rule == SPLIT_TAIL else counts["train"]
-
-
-def _require_unchanged(corpus: Corpus, before: str) -> None:
-    if _stat_key(corpus) != before:
-        raise SettingsError(f"{corpus.label('train')}: files changed while read; start again when they are complete")
-
-
 def _check_length(corpus: Corpus, split: str, tokens: TokenFile, seq_len: int) -> None:
     if sample_count(tokens, seq_len) >= 1:
         return
-    tail = split == "val" and corpus.split_rule == SPLIT_TAIL
-    part = {"train": "training text", "val": "validation text"}[split] + (
-        f", the last {100 // HOLDOUT} %," if tail else ""
-    )
-    cure = "give more text, a smaller train.seq_len" + (", or data.val_path" if tail else "")
+    rule = corpus.rules(split)
+    part = {"train": "training text", "val": "validation text"}[split] + (f", {rule}," if rule else "")
+    cure = "give more text, a smaller train.seq_len" + (f", or {corpus.own_split}" if rule else "")
     raise SettingsError(
         f"{corpus.label(split)}: the {part} has {tokens.count} tokens, one sample takes {seq_len + 1} "
         f"(train.seq_len={seq_len} and one more); {cure}"
     )
 
 
-class _Pulse:
+class Pulse:
     """Signs of life to the ranks that wait, and lines of progress to the user, while a build goes on."""
 
-    def __init__(self, corpus: Corpus, cache: TokenCache, claim: str, progress: Progress):
-        self.what, self.cache, self.claim, self.progress = corpus.label("train"), cache, claim, progress
+    def __init__(self, corpus: Corpus, cache: TokenCache, claim: str, stat: str, progress: Progress):
+        self.corpus, self.cache, self.claim, self.stat, self.progress = corpus, cache, claim, stat, progress
         self.signed = self.reported = time.monotonic()
         cache.sign_of_life(claim)
 
     def reading(self, verb: str) -> Callable[[int], None]:
-        """A function to be called with the size of each piece that has been dealt with."""
-        done = 0
-        self.progress(f"{verb} {self.what}")
+        """A function to be called with the bytes of each piece that has been dealt with (0: still at it)."""
+        done, began, what = 0, time.monotonic(), self.corpus.label("train")
+        self.progress(f"{verb} {what}")
 
         def on_bytes(size: int) -> None:
             nonlocal done
@@ -197,6 +202,31 @@ class _Pulse:
                 self.cache.sign_of_life(self.claim)
             if now - self.reported > REPORT_SECONDS:
                 self.reported = now
-                self.progress(f"{verb} {self.what}: {done / 1e6:.0f} million done")
+                speed = done / 1e6 / max(now - began, 1e-9)
+                self.progress(f"{verb} {what}: {done / 1e6:.0f} million bytes done, {speed:.1f} million per second")
 
         return on_bytes
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """Signs of life from a thread, for work that says nothing while it lasts."""
+        over = threading.Event()
+
+        def sign() -> None:
+            while not over.wait(SIGN_SECONDS):
+                self.cache.sign_of_life(self.claim)
+
+        thread = threading.Thread(target=sign, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def require_unchanged(self) -> None:
+        """Raises SettingsError where a file is not what it was when the build began."""
+        if require_stat_key(self.corpus) != self.stat:
+            raise SettingsError(
+                f"{self.corpus.label('train')}: files changed while read; start again when they are complete"
+            )

@@ -6,7 +6,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_attn.data.corpus import Corpus, SourceFile, find_files
+from parallel_attn.data.files import FileCorpus, SourceFile, find_files
 from parallel_attn.errors import SettingsError
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -16,7 +16,7 @@ def _leave_out(folder: str) -> bool:
     return folder in LEFT_OUT or folder.startswith("config-")  # config-3.x-<platform>: written when Python was built
 
 
-class StdlibCorpus(Corpus):
+class StdlibCorpus(FileCorpus):
     """Every *.py of the standard library, about 12 MB; tests, installed packages and generated files left out.
 
     One file in twenty is validation text, chosen by the hash of its name: a patch release of Python keeps the split.
@@ -24,6 +24,8 @@ class StdlibCorpus(Corpus):
 
     @dataclass
     class Config:
+        num_workers: int = 0
+        documents: bool = False
         cache_dir: str | None = None
 
     def __init__(self, config, root: Path | None = None):

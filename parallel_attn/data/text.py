@@ -1,4 +1,4 @@
-"""A corpus of plain text files named by the user: files, folders, globs."""
+"""A corpus of files named by the user: files, folders, globs; plain text or records, packed or not."""
 
 from __future__ import annotations
 
@@ -9,31 +9,54 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_attn.data.corpus import Corpus, SourceFile, find_files, is_regular
+from parallel_attn.data import reading
+from parallel_attn.data.files import FileCorpus, SourceFile, find_files, is_regular
+from parallel_attn.data.reading import SUFFIXES
 from parallel_attn.errors import SettingsError
 
 MISSING = "???"  # OmegaConf's word for a value that the user must give
-WORKS = "give a text file, a folder with .txt files, a glob, or a list of them"
+WORKS = "give a text file, a folder with text files, a glob, or a list of them"
+KNOWN = f"{', '.join(reading.KINDS)} ({' '.join(reading.COMPRESSED)})"
 
 
-class TextCorpus(Corpus):
+class TextCorpus(FileCorpus):
     """`path` and `val_path` are a string or a list of strings; relative to the current folder, `~` is the home folder.
 
-    - a file is taken whatever its name;
-    - a folder gives its *.txt, all levels deep, sorted by relative path;
-    - a glob (`*`, `?`, `[...]`, `**`) gives the .txt files it matches and the *.txt in the folders it matches. A path
-      that exists as it is written is never read as a glob.
+    - a file is taken whatever its name; one of a name not listed here counts as plain text;
+    - a folder gives its .txt, .jsonl, .json, .csv and .parquet files, all levels deep, sorted by relative path; each
+      may end in .gz or .zst too;
+    - a glob (`*`, `?`, `[...]`, `**`) gives the files of these names that it matches and those in the folders it
+      matches. A path that exists as it is written is never read as a glob.
     A list keeps its order; a file named twice is taken once, where it is named first.
 
+    A plain text is one document. In the others each record is one: its text is in `field` (`a.b`: b inside a), which
+    all records must have; those where it is null are left out and counted, those where it is empty are left out.
+    .jsonl and .json hold one object per line; the first row of a .csv names its fields.
+
     Validation text: the files of `val_path` (which are then not trained on); without it one file in twenty, by the hash
-    of its name, where there are at least 20 files; else the last 5 % of the tokens.
+    of its name, where there are at least 20 files; else every 20th document where there are records; else the last 5 %.
     """
 
     @dataclass
     class Config:
         path: Any = MISSING  # string or list of strings: OmegaConf has no type for that, _as_list checks it
         val_path: Any = None
+        field: str = "text"
+        num_workers: int = 0
+        documents: bool = False
         cache_dir: str | None = None
+
+    @property
+    def field(self) -> str:
+        return self.config.field
+
+    def kind(self, source: SourceFile) -> str:
+        return reading.kind(source.name)
+
+    def check(self) -> None:
+        if not self.config.field.strip():
+            raise SettingsError(f"data.field={self.config.field!r}: empty; name the field that holds the text")
+        super().check()
 
     def label(self, split: str) -> str:
         key = "val_path" if split == "val" and self.config.val_path is not None else "path"
@@ -93,9 +116,9 @@ def _take(label: str, path: Path) -> list[SourceFile]:
         return [SourceFile(path.name, path)]
     if not path.is_dir():
         raise SettingsError(f"{label}: neither a file nor a folder; {WORKS}")
-    files = find_files(path, ".txt")
+    files = find_files(path, SUFFIXES)
     if not files:
-        raise SettingsError(f"{label}: no .txt file in this folder; {WORKS}")
+        raise SettingsError(f"{label}: no text file in this folder ({KNOWN}); {WORKS}")
     return files
 
 
@@ -109,14 +132,14 @@ def _match(label: str, pattern: Path) -> list[SourceFile]:
     matches = glob.glob(str(pattern), recursive=True)
     for match in map(Path, matches):
         if match.is_dir():
-            inside = [file.path for file in find_files(match, ".txt")]
+            inside = [file.path for file in find_files(match, SUFFIXES)]
         else:
-            inside = [match] if match.name.lower().endswith(".txt") and is_regular(match) else []
+            inside = [match] if match.name.lower().endswith(SUFFIXES) and is_regular(match) else []
         for path in inside:
             name = path.relative_to(root).as_posix()
             files[name] = SourceFile(name, path)
     if not files:
-        found = f"matches {len(matches)} names, no .txt file among them" if matches else "matches nothing"
+        found = f"matches {len(matches)} names, no text file among them" if matches else "matches nothing"
         raise SettingsError(f"{label}: {found} (looked in {os.getcwd()}); {WORKS}")
     return sorted(files.values(), key=lambda file: file.name_bytes)
 

@@ -10,6 +10,9 @@ import numpy as np
 
 from parallel_attn.errors import SettingsError
 
+BYTES_DTYPE = np.dtype("<u4")  # of the file that holds the bytes of text behind each token
+COPY_BYTES = 1 << 20
+
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smallest unsigned little-endian type for ids in [0, vocab_size): they must never wrap in silence."""
@@ -50,6 +53,14 @@ class TokenWriter:
         self._hash.update(data)
         self.count += ids.size
 
+    def append(self, other: TokenWriter) -> None:
+        """Copies what another writer of the same vocabulary has written, behind what stands here."""
+        other.handle.seek(0)
+        while data := other.handle.read(COPY_BYTES):
+            self.handle.write(data)
+            self._hash.update(data)
+        self.count += other.count
+
     def sha256(self) -> str:
         return self._hash.hexdigest()
 
@@ -59,7 +70,8 @@ class TokenFile:
     """A run of `count` tokens that begins at token `start` of the raw file `path`.
 
     `sha256` is that of the whole raw file: train and val lie behind one another in one file, so that a cache entry is
-    one file and its sidecar. The map is opened at the first read and does not travel in a pickle.
+    one file and its sidecar. `bytes_path`: raw file with the bytes of text behind each token of this run, where they
+    are kept (val). The maps are opened at the first read and do not travel in a pickle.
     """
 
     path: str
@@ -68,20 +80,32 @@ class TokenFile:
     sha256: str
     vocab_size: int
     start: int = 0
-    _map: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
+    end_of_text: int | None = None
+    bytes_path: str | None = None
+    _maps: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start..stop-1 of this run as [stop-start] int64 (a copy). Raises IndexError outside [0, count]."""
+        return self._read(self.path, np.dtype(self.dtype), start, stop, self.start)
+
+    def read_bytes(self, start: int, stop: int) -> np.ndarray:
+        """Bytes of text behind tokens start..stop-1 of this run as [stop-start] int64. Raises IndexError outside
+        [0, count], ValueError where they are not kept."""
+        if self.bytes_path is None:
+            raise ValueError(f"the bytes behind the tokens of {self.path} are not kept")
+        return self._read(self.bytes_path, BYTES_DTYPE, start, stop, 0)
+
+    def _read(self, path: str, dtype: np.dtype, start: int, stop: int, base: int) -> np.ndarray:
         if not 0 <= start <= stop <= self.count:
             raise IndexError(f"tokens {start}:{stop} of {self.path}, which holds {self.count}")
         if start == stop:
             return np.empty(0, dtype=np.int64)
-        if self._map is None:
-            self._map = np.memmap(self.path, dtype=np.dtype(self.dtype), mode="r")
-        return self._map[self.start + start : self.start + stop].astype(np.int64, subok=False)
+        if path not in self._maps:
+            self._maps[path] = np.memmap(path, dtype=dtype, mode="r")
+        return self._maps[path][base + start : base + stop].astype(np.int64, subok=False)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_map": None}
+        return {**self.__dict__, "_maps": {}}
 
 
 @dataclass

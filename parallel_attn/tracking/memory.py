@@ -23,7 +23,8 @@ class MemoryMeter(TorchDispatchMode):
 
     The unit is the untyped storage: views of one storage and tied weights count once, a slice counts whole. Kinds:
     - parameters: parameters and buffers (`parameters` is a module, or the tensors themselves);
-    - gradients: storages under `.grad`, from the moment a gradient is accumulated; the most there was;
+    - gradients: storages under `.grad`, from the moment a gradient is accumulated, and buffers given as `gradients`
+      (where an engine keeps them elsewhere); the most there was;
     - optimizer: tensors in `optimizer.state`, and parameters that only the optimizer knows (fp32 masters);
     - activations: everything else that an operator made or was given, temporaries and batches included; the peak.
     A state tensor made during the step counts as optimizer from its birth.
@@ -42,8 +43,10 @@ class MemoryMeter(TorchDispatchMode):
         *,
         parameters: torch.nn.Module | Iterable[torch.Tensor],
         optimizer: torch.optim.Optimizer | None = None,
+        gradients: Iterable[torch.Tensor] = (),
     ) -> None:
         super().__init__()
+        self._gradient_buffers = list(gradients)
         if isinstance(parameters, torch.nn.Module):
             parameters = [*parameters.parameters(), *parameters.buffers()]
         self._parameters = list(parameters)
@@ -60,6 +63,7 @@ class MemoryMeter(TorchDispatchMode):
         self._mark(self._parameters, _PARAMETERS)
         self._mark(masters, _OPTIMIZER)
         self._mark(self._optimizer_state(), _OPTIMIZER)
+        self._mark(self._gradient_buffers, _GRADIENTS)
         owners = {id(tensor): tensor for tensor in [*self._parameters, *masters]}
         self._owners = list(owners.values())
         self._mark([tensor.grad for tensor in self._owners if tensor.grad is not None], _GRADIENTS)
@@ -84,6 +88,7 @@ class MemoryMeter(TorchDispatchMode):
         self._report = self._summed()
         # Without the weak references no callback comes any more; without the tensors nothing outlives its owner.
         self._live, self._hooks, self._parameters, self._owners, self._optimizer = {}, [], [], [], None
+        self._gradient_buffers = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Wrappers go first (DTensor, AsyncCollectiveTensor): the plain tensors inside come back here.

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from parallel_attn.attention.base import Attention
-from parallel_attn.data import Corpus
+from parallel_attn.data import Corpus, Tokenizer
 from parallel_attn.errors import SettingsError
 from parallel_attn.models import ModelConfig
 from parallel_attn.tracking import TrackingConfig
@@ -98,6 +98,7 @@ class Config:
     model: ModelConfig
     attention: Choice
     data: Choice
+    tokenizer: Choice
     optimizer: Choice
     schedule: Choice
     engine: Choice
@@ -133,7 +134,14 @@ _PLAIN = {
     "eval": EvalConfig,
     "tracking": TrackingConfig,
 }
-_CHOICES = {"attention": Attention, "data": Corpus, "optimizer": AdamW, "schedule": Schedule, "engine": Engine}
+_CHOICES = {
+    "attention": Attention,
+    "data": Corpus,
+    "tokenizer": Tokenizer,
+    "optimizer": AdamW,
+    "schedule": Schedule,
+    "engine": Engine,
+}
 
 
 @dataclass

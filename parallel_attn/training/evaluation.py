@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallel_attn.collectives import all_reduce
 from parallel_attn.data import IGNORE, Batch
@@ -14,21 +14,20 @@ from parallel_attn.mesh import Mesh
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], token_bytes: Tensor, mesh: Mesh) -> dict[str, float]:
+def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh) -> dict[str, float]:
     """`val/loss` (nats per target, a token-weighted mean), `val/perplexity`, `val/bits_per_byte`.
 
-    token_bytes (V,): bytes of text that each token stands for; special tokens 0. Bits per byte = total nats of all
-    targets / ln 2 / bytes of the targets: comparable across tokenizers. Label smoothing and z-loss are left out.
+    Bits per byte = total nats of all targets / ln 2 / bytes of text that the targets stand for (an end of text stands for
+    none): comparable across tokenizers. Label smoothing and z-loss are left out.
     """
     was_training = model.training
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # nats, targets, bytes
     for batch in batches:
-        tokens, targets = batch.tokens.to(mesh.device), batch.targets.to(mesh.device)
-        valid = targets != IGNORE
-        sums[0] += model(tokens, targets).double()
-        sums[1] += valid.sum()
-        sums[2] += token_bytes[targets.clamp(min=0)].masked_fill(~valid, 0).sum()
+        batch = batch.to(mesh.device)
+        sums[0] += model(batch.tokens, batch.targets, document_ids=batch.document_ids).double()
+        sums[1] += (batch.targets != IGNORE).sum()
+        sums[2] += batch.target_bytes.sum()
     model.train(was_training)
     nats, count, size = all_reduce(sums, mesh.data).tolist()
     loss = nats / count if count else math.nan

@@ -19,10 +19,10 @@ from parallel_attn.training.evaluation import evaluate
 class Loop:
     """The training loop. All ranks run it in step; only rank 0's tracker writes."""
 
-    def __init__(self, config, engine, mesh, tracker, train, validation, token_bytes) -> None:
+    def __init__(self, config, engine, mesh, tracker, train, validation) -> None:
         self.config, self.engine, self.mesh, self.tracker = config, engine, mesh, tracker
         self.model = model = engine.module
-        self.train, self.validation, self.token_bytes = train, validation, token_bytes
+        self.train, self.validation = train, validation
         self.schedule = config.schedule.cls(config.schedule.config, config.optimizer.config.lr, config.train.steps)
         self.loss_settings = {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
         flops_dtype = compute_dtypes(config.train.precision)[1] or model.embedding.weight.dtype
@@ -37,10 +37,14 @@ class Loop:
         measured_step = min(1, settings.steps - 1)  # the second step: optimizer state exists by then
         window_began, window_steps = began, 0
         for step in range(settings.steps):
-            batches = [self.to_device(batch) for batch in self.train.step(step)]
+            batches = [batch.to(self.mesh.device) for batch in self.train.step(step)]
             metrics: dict[str, float] = {}
             if step == measured_step:
-                with MemoryMeter(parameters=self.model.parameters(), optimizer=self.engine.optimizer) as meter:
+                with MemoryMeter(
+                    parameters=self.engine.parameter_tensors(),
+                    optimizer=self.engine.optimizer,
+                    gradients=self.engine.gradient_buffers(),
+                ) as meter:
                     loss, norm = self.step(step, batches)
                 metrics |= self.memory(meter.report())
             else:
@@ -62,7 +66,7 @@ class Loop:
         return time.perf_counter() - began
 
     def validate(self, done: int) -> None:
-        metrics = evaluate(self.model, self.validation, self.token_bytes, self.mesh)
+        metrics = evaluate(self.model, self.validation, self.mesh)
         self.tracker.log(done, metrics)
         if not self.best or metrics["val/loss"] < self.best["val/loss"]:
             self.best = {"step": done, **metrics}
@@ -89,13 +93,6 @@ class Loop:
                     f"try a smaller optimizer.lr, or a longer schedule.warmup_steps"
                 )
         self.pending = newest
-
-    def to_device(self, batch: Batch) -> Batch:
-        device = self.mesh.device
-        if device.type == "cpu":
-            return batch
-        tensors = (batch.tokens, batch.targets, batch.document_ids)
-        return Batch(*(None if t is None else t.pin_memory().to(device, non_blocking=True) for t in tensors))
 
     def speed(self, steps: int, seconds: float) -> dict[str, float]:
         settings = self.config.train

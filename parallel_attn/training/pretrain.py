@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from parallel_attn import costs, mesh as meshes
-from parallel_attn.data import ByteTokenizer, EvalBatches, TrainBatches, fingerprint, prepare_tokens
+from parallel_attn.data import EvalBatches, TrainBatches, fingerprint, prepare_tokens
 from parallel_attn.errors import SettingsError
 from parallel_attn.mesh import AxisGroup
 from parallel_attn.models import DecoderLM
@@ -36,20 +36,21 @@ def pretrain(raw, *, name: str | None = None, restart: bool = False) -> dict:
     device = meshes.choose_device(config.device, local_rank)
     data, tensor = meshes.layout(world_size, config.parallel.tensor, config.parallel.data)
     micro_batch, accumulation = config.train.micro_batches(data)
-    tokenizer = ByteTokenizer()
-    resolve_vocabulary(config, tokenizer.vocab_size)
-    build_model(config, AxisGroup(None, rank % tensor, tensor), "meta")  # every refusal of a layer comes here
     config.engine.cls.check(config.engine.config, config.train.precision, tensor)
+    on_paper = AxisGroup(None, rank % tensor, tensor)
+    # Every refusal of a layer comes here, before any text is read; the vocabulary is looked at again when it is known.
+    build_model(with_vocabulary(config, max(config.model.vocab_size or 0, tensor, 2)), on_paper, "meta")
     if not restart:
         check_run_dir(config.run_dir)
     corpus = config.data.cls(config.data.config)
-    tokens = prepare_tokens(
-        corpus,
-        tokenizer,
-        builder=local_rank == 0,
-        seq_len=config.train.seq_len,
-        progress=(lambda line: print(line, flush=True)) if local_rank == 0 else None,
-    )
+    preparing = {
+        "builder": local_rank == 0,
+        "progress": (lambda line: print(line, flush=True)) if local_rank == 0 else None,
+    }
+    tokenizer = config.tokenizer.cls.load(config.tokenizer.config, corpus, **preparing)
+    config = with_vocabulary(config, vocabulary(config, tokenizer.vocab_size))
+    build_model(config, on_paper, "meta")
+    tokens = prepare_tokens(corpus, tokenizer, seq_len=config.train.seq_len, **preparing)
 
     mesh = meshes.start(device, tensor=tensor, data=data)
     settings = {key: value for key, value in config.plain.items() if key not in ("device", "run_dir", "data")}
@@ -78,6 +79,7 @@ def pretrain(raw, *, name: str | None = None, restart: bool = False) -> dict:
             seed=config.train.seed,
             data_rank=mesh.data.rank,
             data_degree=mesh.data.degree,
+            documents=config.data.config.documents,
         )
         validation = EvalBatches(
             tokens.val,
@@ -86,11 +88,13 @@ def pretrain(raw, *, name: str | None = None, restart: bool = False) -> dict:
             micro_batch_size=micro_batch,
             data_rank=mesh.data.rank,
             data_degree=mesh.data.degree,
+            documents=config.data.config.documents,
         )
         announce(tracker, config, model, mesh, micro_batch, accumulation, train.num_samples)
-        token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
+        for note in tokenizer.notes():
+            tracker.notice(note)
         with closing(engine):
-            loop = Loop(config, engine, mesh, tracker, train, validation, token_bytes)
+            loop = Loop(config, engine, mesh, tracker, train, validation)
             seconds = loop.run()
         summary = {
             "train_seconds": seconds,
@@ -98,19 +102,23 @@ def pretrain(raw, *, name: str | None = None, restart: bool = False) -> dict:
             "parameters": costs.full_parameters(model),
             "layout": {"data": mesh.data.degree, "tensor": mesh.tensor.degree, "device": str(device.type)},
             "data_fingerprint": fingerprint(tokens),
+            "tokenizer": tokenizer.name,
             "versions": versions(),
         }
         tracker.finish(summary)
     return summary
 
 
-def resolve_vocabulary(config: Config, tokens: int) -> None:
-    """`model.vocab_size=null` is the tokenizer's; a smaller one is refused."""
+def vocabulary(config: Config, tokens: int) -> int:
+    """`model.vocab_size`, null being the tokenizer's. Raises SettingsError when it is smaller than that."""
     wanted = config.model.vocab_size
-    if wanted is None:
-        config.model = replace(config.model, vocab_size=tokens)
-    elif wanted < tokens:
+    if wanted is not None and wanted < tokens:
         raise SettingsError(f"model.vocab_size={wanted} is less than the {tokens} tokens of the tokenizer: use {tokens}")
+    return wanted or tokens
+
+
+def with_vocabulary(config: Config, vocab_size: int) -> Config:
+    return replace(config, model=replace(config.model, vocab_size=vocab_size))
 
 
 def build_model(config: Config, tensor: AxisGroup, device: torch.device | str) -> DecoderLM:

@@ -11,16 +11,25 @@ from parallel_attn.errors import SettingsError
 NOBODY = 65534
 
 
-def text_corpus(path, cache, val_path=None) -> TextCorpus:
+def text_corpus(path, cache, val_path=None, **more) -> TextCorpus:
     def plain(value):
         return [str(entry) for entry in value] if isinstance(value, list) else value and str(value)
 
-    return TextCorpus(TextCorpus.Config(path=plain(path), val_path=plain(val_path), cache_dir=str(cache)))
+    return TextCorpus(TextCorpus.Config(path=plain(path), val_path=plain(val_path), cache_dir=str(cache), **more))
+
+
+CORPUS_KEYS = ("field", "num_workers", "documents")
 
 
 def prepare(path, cache, val_path=None, *, seq_len=8, builder=True, tokenizer=None, **more):
     tokenizer = tokenizer or ByteTokenizer()
-    return prepare_tokens(text_corpus(path, cache, val_path), tokenizer, builder=builder, seq_len=seq_len, **more)
+    corpus = text_corpus(path, cache, val_path, **{key: more.pop(key) for key in CORPUS_KEYS if key in more})
+    return prepare_tokens(corpus, tokenizer, builder=builder, seq_len=seq_len, **more)
+
+
+def documents(corpus) -> list[tuple[str, bytes]]:
+    """(split, text) of all documents of a corpus."""
+    return [(document.split, b"".join(document.chunks)) for document in corpus.documents()]
 
 
 def all_tokens(tokens):

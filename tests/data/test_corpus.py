@@ -135,8 +135,8 @@ def test_val_path_is_not_trained_on(tree, tmp_path):
         (lambda folder: "nowhere/*.txt", "matches nothing"),
         (lambda folder: "[abc", "matches nothing"),
         (lambda folder: "empty.txt", "0 bytes"),
-        (lambda folder: "hollow", "no .txt file in this folder"),
-        (lambda folder: "hollow/*", "matches 1 names, no .txt file among them"),
+        (lambda folder: "hollow", "no text file in this folder"),
+        (lambda folder: "hollow/*", "matches 1 names, no text file among them"),
         (lambda folder: "broken.txt", "No such file"),
         (lambda folder: "pipe", "neither a file nor a folder"),
         (lambda folder: "empty.txt/more", "no such file or folder"),
@@ -275,14 +275,14 @@ def test_texts_about_one_sample_long(tmp_path, count, short):
 def test_short_tail(tmp_path):
     """One file: its last 5 % must hold a sample too."""
     file = tmp_path / "a.txt"
-    for count, works in ((20 * (S + 1) - 1, False), (20 * (S + 1), True)):
-        file.write_bytes(b"x" * (count - 1))
+    for size, works in ((20 * S - 1, False), (20 * S, True)):
+        file.write_bytes(b"x" * size)
         if works:
             splits = prepare(file, tmp_path / "cache", seq_len=S)
-            assert (splits.train.count, splits.val.count) == (19 * (S + 1), S + 1)
+            assert (splits.train.count, splits.val.count) == (19 * S, S + 1)  # 5 % of the bytes, and the end of text
         else:
             with pytest.raises(
-                SettingsError, match=rf"the validation text, the last 5 %, has {S} tokens.*data.val_path"
+                SettingsError, match=rf"the validation text, the last 5 % of the text, has {S} tokens.*data.val_path"
             ):
                 prepare(file, tmp_path / "cache", seq_len=S)
 

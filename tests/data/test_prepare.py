@@ -53,7 +53,7 @@ def test_reused_without_reading_the_text(file, cache, monkeypatch):
         raise AssertionError("the text was read again")
 
     monkeypatch.setattr(prepare_module, "content_key", never)
-    monkeypatch.setattr(prepare_module, "_encode", never)
+    monkeypatch.setattr(prepare_module, "write_tokens", never)
     for builder in (True, False):
         assert prepare(file, cache, builder=builder) == first
     assert entry(cache, ".bin").stat() == before
@@ -63,7 +63,7 @@ def test_same_text_elsewhere_is_hashed_and_reused(file, cache, tmp_path, monkeyp
     first = prepare(file, cache)
     (tmp_path / "moved").mkdir()
     moved = file.rename(tmp_path / "moved" / "a.txt")
-    monkeypatch.setattr(prepare_module, "_encode", None)
+    monkeypatch.setattr(prepare_module, "write_tokens", None)
     assert prepare(moved, cache) == first
 
 
@@ -109,7 +109,7 @@ def test_every_document_ends(tmp_path, cache):
         (tmp_path / "in" / name).write_bytes(text)
     (tmp_path / "v.txt").write_bytes(b"validation")
     tokens = prepare(tmp_path / "in", cache, tmp_path / "v.txt", seq_len=4).train
-    assert all_tokens(tokens).tolist() == [*b"first", 256, *b"second", 256, 256]
+    assert all_tokens(tokens).tolist() == [*b"first", 256, *b"second", 256]  # an empty text is no document
 
 
 def break_bin(cache):
@@ -118,7 +118,7 @@ def break_bin(cache):
 
 
 def replace_format(path):
-    path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
 
 
 BREAKS = {
@@ -128,9 +128,11 @@ BREAKS = {
     "json gone": lambda cache: entry(cache, ".json").unlink(),
     "json half": lambda cache: entry(cache, ".json").write_text(entry(cache, ".json").read_text()[:40]),
     "json of another version": lambda cache: replace_format(entry(cache, ".json")),
-    "json without fields": lambda cache: entry(cache, ".json").write_text('{"format": 1}'),
+    "json without fields": lambda cache: entry(cache, ".json").write_text('{"format": 2}'),
+    "byte counts truncated": lambda cache: entry(cache, ".bytes").write_bytes(b"xx"),
+    "byte counts gone": lambda cache: entry(cache, ".bytes").unlink(),
     "index half": lambda cache: next(cache.glob("stat-*.json")).write_text("{"),
-    "index without content": lambda cache: next(cache.glob("stat-*.json")).write_text('{"format": 1}'),
+    "index without content": lambda cache: next(cache.glob("stat-*.json")).write_text('{"format": 2}'),
 }
 
 
@@ -203,9 +205,9 @@ def test_default_cache_folder(tmp_path, monkeypatch, variable):
 @pytest.mark.parametrize("change", ["written", "removed"])
 def test_files_that_change_while_they_are_read(file, cache, change):
     class Meddler(ByteTokenizer):
-        def encode_document(self, chunks):
+        def pieces(self, chunks):
             file.unlink() if change == "removed" else file.write_bytes(b"other")
-            return super().encode_document(chunks)
+            return super().pieces(chunks)
 
     says = "cannot (read|find)" if change == "removed" else "files changed while read"
     with pytest.raises(SettingsError, match=rf"^data\.path=.*{says}"):

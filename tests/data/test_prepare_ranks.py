@@ -16,6 +16,7 @@ from tests.data.helpers import prepare, text_of
 
 TEXT = bytes(range(256)) * 8
 processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["parallel_attn.data"])  # torch is imported once, not in every process
 
 
 @pytest.fixture
@@ -56,11 +57,9 @@ class SlowTokenizer(ByteTokenizer):
     def __init__(self, began):
         self.began = began
 
-    def encode_document(self, chunks):
-        for chunk in chunks:
-            yield self.encode(chunk)
-            self.began.set()
-            time.sleep(600)
+    def encode_piece(self, piece):
+        self.began.set()
+        time.sleep(600)
 
 
 def build_for_ever(file, cache, began):
@@ -87,12 +86,13 @@ def test_others_wait_for_the_builder(file, cache, monkeypatch):
     built_by, lines = [], []
 
     class Slow(ByteTokenizer):
-        def encode_document(self, chunks):
+        def pieces(self, chunks):
             built_by.append(threading.current_thread().name)
-            for ids in super().encode_document(chunks):
-                for part in range(0, len(ids), 65536):
-                    time.sleep(0.08)
-                    yield ids[part : part + 65536]
+            return super().pieces(chunks)
+
+        def encode_piece(self, piece):
+            time.sleep(0.8)
+            return super().encode_piece(piece)
 
     answers = {}
 
@@ -104,11 +104,11 @@ def test_others_wait_for_the_builder(file, cache, monkeypatch):
         thread.start()
     for thread in ranks:
         thread.join(60)
-    assert built_by == ["rank 0"] and len(answers) == 3
+    assert set(built_by) == {"rank 0"} and len(answers) == 3
     assert answers["rank 1"] == answers["rank 2"] == answers["rank 0"]
     waiting = [line for line in lines if line.startswith("waiting")]
     assert waiting and str(file) in waiting[0] and str(cache) in waiting[0]
-    assert any("million done" in line for line in lines)
+    assert any("million bytes done" in line for line in lines)
 
 
 def test_without_any_builder_one_who_waits_builds(file, cache, monkeypatch):
@@ -124,6 +124,28 @@ def test_without_any_builder_one_who_waits_builds(file, cache, monkeypatch):
 def test_waiting_can_be_limited(file, cache):
     with pytest.raises(SettingsError, match=r"^data\.cache_dir=.*waited 0\.2 s .*data\.path="):
         prepare(file, cache, builder=False, wait_seconds=0.2)
+
+
+def test_a_failure_of_the_builder_ends_the_waiting(tmp_path, cache):
+    """The one who reads the text finds what is wrong with it and all say so; an old failure is not taken for a new."""
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' * 50 + "{broken")
+    for _ in range(2):
+        messages = {}
+
+        def rank(number, messages=messages):
+            try:
+                prepare(tmp_path / "a.jsonl", cache, builder=number == 0, progress=lambda line: time.sleep(0.3))
+            except SettingsError as error:
+                messages[number] = str(error)
+
+        ranks = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+        began = time.monotonic()
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join(60)
+        assert time.monotonic() - began < 15  # TAKEOVER_SECONDS is 30
+        assert len(messages) == 3 and len(set(messages.values())) == 1 and "a.jsonl line 51: no JSON" in messages[0]
 
 
 def peak_of_encoding(path, cache, results):

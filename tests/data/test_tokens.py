@@ -6,13 +6,13 @@ import pickle
 import numpy as np
 import pytest
 
-from parallel_attn.data import TokenFile, TokenSplits, fingerprint
+from parallel_attn.data import ByteTokenizer, TokenFile, TokenSplits, fingerprint
 from parallel_attn.data.tokens import TokenWriter, token_dtype
 from parallel_attn.errors import SettingsError
 from tests.data.helpers import all_tokens, prepare
 
 
-class FakeTokenizer:
+class FakeTokenizer(ByteTokenizer):
     """As many ids as wanted: byte b is id `vocab_size - 1 - b`, so that the largest ids occur."""
 
     name = "fake"
@@ -22,9 +22,11 @@ class FakeTokenizer:
         self.vocab_size, self.beyond = vocab_size, beyond
         self.fingerprint = f"fake-{vocab_size}-{beyond}"
 
-    def encode_document(self, chunks):
-        for chunk in chunks:
-            yield self.vocab_size - 1 + self.beyond - np.frombuffer(chunk, np.uint8).astype(np.int64)
+    def encode_piece(self, piece):
+        return self.vocab_size - 1 + self.beyond - np.frombuffer(piece.text, np.uint8).astype(np.int64)
+
+    def encode_with_bytes(self, piece):
+        return self.encode_piece(piece), np.ones(len(piece.text), dtype=np.int64), 0
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,14 @@ class Engine(ABC):
         not finite, parameters and moments stay as they are. Returns the gradient norm before clipping (a scalar, the
         same on every rank)."""
 
+    def parameter_tensors(self) -> list[Tensor]:
+        """What holds this rank's part of the parameters that forward uses."""
+        return list(self.module.parameters())
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """What holds this rank's gradients, where they are not under `.grad`."""
+        return []
+
     def close(self) -> None:
         """Leaves nothing behind that a second engine in this process would stumble over."""
 

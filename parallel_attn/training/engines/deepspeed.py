@@ -94,7 +94,7 @@ class DeepSpeedEngine(Engine):
                 "train_micro_batch_size_per_gpu": job.micro_batch_size,
                 "gradient_accumulation_steps": job.accumulation,
                 "gradient_clipping": job.optimizer.grad_clip or 0.0,  # left out, DeepSpeed clips at 1.0
-                "zero_optimization": {"stage": config.zero_stage},
+                "zero_optimization": {"stage": config.zero_stage, "reduce_bucket_size": bucket_elements(module)},
                 "zero_allow_untested_optimizer": True,
                 "bf16": {"enabled": job.precision == "bf16"},
                 "steps_per_print": 10**9,
@@ -140,11 +140,24 @@ class DeepSpeedEngine(Engine):
                 raise NonFiniteLoss("the gradient norm is not finite under a finite loss: DeepSpeed has made this update")
         return norm
 
+    def parameter_tensors(self) -> list[Tensor]:
+        # Stage 3 leaves an empty tensor in the parameter and keeps this rank's part beside it.
+        return [getattr(parameter, "ds_tensor", parameter) for parameter in self.module.parameters()]
+
+    def gradient_buffers(self) -> list[Tensor]:
+        return [self.optimizer.grad_partitions_flat_buffer] if self.stage == 3 else []
+
     def close(self) -> None:
         import deepspeed
 
         self.engine.destroy()
         deepspeed.utils.groups.mpu = None  # or the next engine without a tensor axis would ask this one's
+
+
+def bucket_elements(module: nn.Module) -> int:
+    """Elements that are reduced at once. DeepSpeed's default of 5e8 is a buffer of 2 GB in stage 3, however small the model."""
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    return min(sum(sizes), max(max(sizes), 25_000_000))
 
 
 class TensorAxisForDeepSpeed:
