@@ -10,7 +10,8 @@
 
 Slices may have uneven sizes: `ranges` gives every rank's (start, stop) along the dim. Inputs of any stride, stride-0 and
 empty ones are taken; a caller's tensor is never written to; bf16 travels as bf16. Over one rank all of them are no-ops.
-Built on the functional collectives: started early, waited for late, traceable by torch.compile.
+Built on the functional collectives: started early, waited for late, traceable by torch.compile. Each backward is the mirror
+pair's function, so that a second derivative (create_graph=True) is right too.
 """
 
 from __future__ import annotations
@@ -102,17 +103,18 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return all_reduce(grad, ctx.axis), None
+        return reduce(grad, ctx.axis), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):
+        ctx.axis = axis
         return all_reduce(x, axis)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return copy(grad, ctx.axis), None
 
 
 class _Gather(torch.autograd.Function):
@@ -123,7 +125,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return own_slice(grad, *ctx.where), None, None, None
+        return scatter(grad, *ctx.where), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -134,7 +136,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return all_gather_slices(grad, *ctx.where), None, None, None
+        return gather(grad, *ctx.where), None, None, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -145,7 +147,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return reduce_scatter_slices(grad, *ctx.where), None, None, None
+        return reduce_scatter(grad, *ctx.where), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -156,7 +158,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return all_gather_slices(grad, *ctx.where), None, None, None
+        return all_gather(grad, *ctx.where), None, None, None
 
 
 def copy(x: Tensor, axis: AxisGroup) -> Tensor:

@@ -7,8 +7,8 @@ then cast. So a rank's shard is the same numbers whatever the degree, the device
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +41,14 @@ def draw_full(full_shape: tuple[int, ...], seed: int, name: str, initializer: In
     return initializer(torch.empty(full_shape, dtype=torch.float32), named_generator(seed, name))
 
 
-_construction_numbers = itertools.count()
+_construction_numbers: dict[tuple[str, Any], int] = {}
 
 
-def construction_name(kind: str) -> str:
-    """A name for a layer built without one: a process-wide number, equal on all ranks that build alike."""
-    return f"{kind}_{next(_construction_numbers)}"
+def construction_name(kind: str, group: Any) -> str:
+    """A name for a layer built without one: a number that counts the layers of its process group.
+
+    Equal on all ranks of the group, also when one of them builds more layers on other groups, or on none.
+    """
+    number = _construction_numbers.get((kind, group), 0)
+    _construction_numbers[kind, group] = number + 1
+    return f"{kind}_{number}"

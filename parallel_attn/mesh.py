@@ -52,6 +52,14 @@ class AxisGroup:
             raise SettingsError(f"rank {dist.get_rank()} is not a member of the process group it builds a layer on")
         return cls(where, dist.get_rank(where), dist.get_world_size(where))
 
+    def __deepcopy__(self, memo) -> AxisGroup:
+        return self  # a copy of a layer (an EMA, say) stands on the same ranks
+
+    def __reduce__(self):
+        if self.degree == 1:
+            return AxisGroup, ()
+        raise TypeError("a layer on several ranks cannot be pickled with its process group: save its state_dict()")
+
     def subgroup(self, ranks: tuple[int, ...]) -> AxisGroup:
         """The axis made of `ranks` (places on this axis), which must hold this rank.
 
@@ -100,11 +108,20 @@ def launcher_ranks() -> tuple[int, int, int]:
 
     Where somebody has started torch.distributed in another way, its ranks count (on one machine).
     """
-    if "RANK" not in os.environ and dist.is_initialized():
+    if launched():
+        try:
+            return tuple(int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        except ValueError:
+            given = ", ".join(f"{name}={os.environ.get(name)}" for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+            raise SettingsError(f"{given} in the environment are not numbers: start with torchrun, or unset them") from None
+    if dist.is_initialized():
         return dist.get_rank(), dist.get_rank(), dist.get_world_size()
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0")), int(os.environ["WORLD_SIZE"])
     return 0, 0, 1
+
+
+def launched() -> bool:
+    """Whether a launcher has set this process's place in a world."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -157,7 +174,7 @@ def start(device: torch.device, *, tensor: int = 1, data: int | None = None, tim
         backend = "nccl" if device.type == "cuda" else "gloo"
         # nccl binds to its device at once (eager start, a clear error here rather than in the first collective)
         options = {"device_id": device} if device.type == "cuda" else {}
-        if "RANK" not in os.environ:  # no launcher: a world of one, without any port
+        if not launched():  # no launcher: a world of one, without any port
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **options)
     key = dist.group.WORLD, data, tensor
@@ -173,7 +190,7 @@ def lost_contact(error: BaseException) -> bool:
     if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
         return True
     text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo")
+    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out waiting")
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 
@@ -185,8 +202,7 @@ def peers_expected() -> Iterator[None]:
     except RuntimeError as error:
         if not lost_contact(error):
             raise
-        line = next(iter(str(error).splitlines()), "")
-        raise PeerLost(f"another rank left or died before this one, its own error is the cause ({line})") from error
+        raise PeerLost("another rank left or died before this one: its own error is the cause") from error
 
 
 def shutdown() -> None:

@@ -38,6 +38,20 @@ def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
         raise SettingsError(f"{key}={value} is not one of: {', '.join(choices)}")
 
 
+def check_types(config: AttentionConfig) -> None:
+    """Raises SettingsError for a count that is no whole number, and for rope settings of another kind."""
+    for key, value in vars(config).items():
+        if key.endswith(("_dim", "_heads", "_rank")) and value is not None and type(value) is not int:
+            raise SettingsError(f"attention.{key}={value!r} must be a whole number")
+    if isinstance(config.rope, dict):
+        unknown = set(config.rope) - set(RopeConfig.__dataclass_fields__)
+        if unknown:
+            raise SettingsError(f"attention.rope has no {sorted(unknown)}: {', '.join(RopeConfig.__dataclass_fields__)}")
+        config.rope = RopeConfig(**config.rope)
+    if not isinstance(config.rope, RopeConfig):
+        raise SettingsError(f"attention.rope={config.rope!r} is not a mapping of theta, fraction and style")
+
+
 class Attention(ShardedModule, ABC):
     """Base of all attention types: x (B, S, D) replicated over the tensor axis -> (B, S, D) replicated.
 
@@ -77,12 +91,15 @@ class Attention(ShardedModule, ABC):
             for key in settings:
                 if key not in known:
                     raise SettingsError(f"attention.{key} is not a setting of {type(self).__name__}: {sorted(known)}")
-            if isinstance(settings.get("rope"), dict):
-                settings["rope"] = RopeConfig(**settings["rope"])
             config = self.Config(**settings)
+        elif not isinstance(config, self.Config):
+            raise SettingsError(
+                f"{type(self).__name__}: config={config!r} is not a {self.Config.__name__}, give its fields as keywords"
+            )
         elif settings:
             raise SettingsError(f"{type(self).__name__}: give a config or its fields {sorted(settings)}, not both")
         self.hidden_size, self.config = hidden_size, config
+        check_types(config)
         self.output_scale, self.norm_eps = output_scale, norm_eps
         check_choice("attention.bias", config.bias, ("none", "qkv", "all"))
         check_choice("attention.qk_norm", config.qk_norm, ("none", "head", "full"))

@@ -105,7 +105,7 @@ def _json_rows(path: Path, chunks: Iterable[bytes]) -> Iterator[tuple[str, dict]
 
 def _csv_rows(path: Path, chunks: Iterable[bytes]) -> Iterator[tuple[str, dict]]:
     """The first row names the fields. Quotes and newlines inside quotes as in RFC 4180, bytes kept as they are."""
-    csv.field_size_limit(1 << 31 - 1)  # the module's own limit of 128 KiB is shorter than many a document
+    csv.field_size_limit(2**31 - 1)  # the module's own limit of 128 KiB is shorter than many a document
     texts = (line.decode("utf-8", "surrogateescape") for line in _without_bom(lines(chunks)))
     reader = csv.reader(texts, strict=True)
     names: list[str] | None = None

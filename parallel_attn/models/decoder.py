@@ -5,6 +5,7 @@ Shapes: B batch, S sequence, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -43,8 +44,8 @@ class ModelConfig:
                 raise SettingsError(f"model.{key}={getattr(self, key)} must be at least 1")
         if self.mlp.hidden_size < 1:
             raise SettingsError(f"model.mlp.hidden_size={self.mlp.hidden_size} must be at least 1")
-        if self.norm_eps <= 0:
-            raise SettingsError(f"model.norm_eps={self.norm_eps} must be positive")
+        if not 0 < self.norm_eps < math.inf:
+            raise SettingsError(f"model.norm_eps={self.norm_eps} must be positive and finite")
         if self.vocab_size is not None and self.vocab_size < 2:
             raise SettingsError(f"model.vocab_size={self.vocab_size} must be at least 2, or null for the tokenizer's")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel_attn.collectives import all_reduce
 from parallel_attn.mesh import AxisGroup
-from parallel_attn.nn.norm import at_least_float32
+from parallel_attn.nn.norm import at_least_float32, refuse_second_derivative
 from parallel_attn.sharding import Range
 
 IGNORE = -100
@@ -41,6 +41,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, targets, axis, ranges, ignore_index, label_smoothing, z_loss):
         start, stop = ranges[axis.rank]
         vocab_size = ranges[-1][1]
+        inside = (targets == ignore_index) | ((targets >= 0) & (targets < vocab_size))
+        torch._assert_async(inside.all(), "a target is outside the vocabulary")
         wide = at_least_float32(logits)
         peak = all_reduce(wide.amax(-1), axis, "max")
         shifted = wide - peak.unsqueeze(-1)
@@ -65,6 +67,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        refuse_second_derivative("vocab_parallel_cross_entropy")
         logits, log_z, local, mine, valid = ctx.saved_tensors
         label_smoothing, z_loss, vocab_size = ctx.settings
         wide = at_least_float32(logits)

@@ -62,8 +62,11 @@ def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[
     """Several column-parallel linears on one replicated input x (..., D), with one all-reduce in backward.
 
     The gradient of x is summed locally over the layers, its all-reduce is started, and the weight gradients are computed
-    while it travels. The compute dtype is that of x: weights are cast to it (fp32 masters under bf16 compute).
+    while it travels. The compute dtype is that of x, or autocast's: weights are cast to it (fp32 masters under bf16 compute).
     """
+    kind = x.device.type  # (the meta device has no autocast to ask for)
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
     weights, biases = zip(*(layer.shared_weights() for layer in layers))
     return _ColumnParallel.apply(x, layers[0].tensor_axis, len(layers), *weights, *biases)
 
@@ -88,12 +91,15 @@ class _ColumnParallel(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         grads = [grad.contiguous() for grad in grads]  # out.sum() hands over stride 0, which GEMMs take slowly
         needs = ctx.needs_input_grad
+        twice = torch.is_grad_enabled()  # create_graph=True: collectives that have a derivative, none of them early
+        if twice:
+            x = copy(x, ctx.axis)
         dx = None
         if needs[0]:
             for grad, weight in zip(grads, weights):
                 part = grad @ weight.to(grad.dtype)
                 dx = part if dx is None else dx.add_(part)
-            dx = start_all_reduce(dx, ctx.axis)
+            dx = reduce(dx, ctx.axis) if twice else start_all_reduce(dx, ctx.axis)
         flat_x = x.reshape(-1, x.shape[-1])
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         count = len(weights)
@@ -105,7 +111,7 @@ class _ColumnParallel(torch.autograd.Function):
             grad.sum(0).to(dtype) if dtype is not None and needs[3 + count + i] else None
             for i, (grad, dtype) in enumerate(zip(flat, ctx.bias_dtypes))
         ]
-        if dx is not None:
+        if dx is not None and not twice:
             dx = finish(dx, ctx.axis)
         return dx, None, None, *dweights, *dbiases
 

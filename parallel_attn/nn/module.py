@@ -26,7 +26,8 @@ class Placement:
     @classmethod
     def standalone(cls, kind: str, *, tensor=None, name=None, seed=0, device=None, dtype=None) -> Placement:
         """For a layer taken alone: without a name it gets a construction number, so that two never start identical."""
-        return cls(AxisGroup.of(tensor), construction_name(kind) if name is None else name, seed, device, dtype)
+        axis = AxisGroup.of(tensor)
+        return cls(axis, construction_name(kind, axis.group) if name is None else name, seed, device, dtype)
 
     def child(self, name: str) -> Placement:
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
@@ -43,6 +44,14 @@ class ShardedModule(nn.Module):
         self.placement = placement
         self.tensor_axis = placement.tensor
         self.shards: dict[str, ParameterShard] = {}
+
+    def extra_repr(self) -> str:
+        """Full and local shape of each parameter of its own: what `print(model)` shows of the sharding."""
+        parts = []
+        for name, shard in self.shards.items():
+            held = "" if shard.local_shape() == shard.full_shape else f" -> {shard.local_shape()} here"
+            parts.append(f"{name} {shard.full_shape}{held}")
+        return ", ".join(parts)
 
     def new_parameter(
         self,

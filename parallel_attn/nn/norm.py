@@ -11,6 +11,12 @@ from parallel_attn.initialization import constant
 from parallel_attn.nn.module import Placement, ShardedModule
 
 
+def refuse_second_derivative(what: str) -> None:
+    """Raises RuntimeError in a backward with create_graph=True: better than a second derivative that is silently wrong."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{what} has no second derivative: create_graph=True is not supported")
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
@@ -64,10 +70,11 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        refuse_second_derivative("rms_norm")
         x, gain, inverse = ctx.saved_tensors
         normed = x * inverse
         product = grad * normed
-        dgain = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        dgain = product.reshape(-1, product.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, dgain, None
         mean = (product @ gain).div_(x.shape[-1]).unsqueeze(-1)

@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, E head width, R rotary width.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +34,8 @@ class Rotary:
     def __init__(self, head_dim: int, *, theta: float = 10000.0, fraction: float = 1.0, style: str = "half") -> None:
         if not 0.0 < fraction <= 1.0:
             raise SettingsError(f"attention.rope.fraction={fraction} is not in (0, 1]")
-        if theta <= 0:
-            raise SettingsError(f"attention.rope.theta={theta} must be positive")
+        if not 0 < theta < math.inf:
+            raise SettingsError(f"attention.rope.theta={theta} must be positive and finite")
         if style not in STYLES:
             raise SettingsError(f"attention.rope.style={style} is not one of: {', '.join(STYLES)}")
         width = int(head_dim * fraction)
@@ -63,7 +64,7 @@ class Rotary:
         if key not in self._tables:
             if len(self._tables) >= 4:  # training uses one length, evaluation perhaps another
                 self._tables.clear()
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 positions = torch.arange(offset, offset + length, device=device)
                 self._tables[key] = self.tables(positions, dtype)
         return self._tables[key]

@@ -119,6 +119,7 @@ class Config:
         self.tracking.check()
         for choice in (self.optimizer, self.engine):
             choice.config.check()
+        require(self.run_dir != "", "run_dir", "''", "a folder, or null")
         self.schedule.cls(self.schedule.config, self.optimizer.config.lr, self.train.steps)
 
 
@@ -163,7 +164,7 @@ def parse(raw: DictConfig | dict) -> Config:
     sections = {}
     rest = dict(plain)
     for name, schema in _PLAIN.items():
-        sections[name] = _typed(name, schema, rest.pop(name, None) or {})
+        sections[name] = _typed(name, schema, rest.pop(name, {}))
     for name, base in _CHOICES.items():
         sections[name] = _choice(name, base, rest.pop(name, None))
     top = _typed("", _TopLevel, rest)
@@ -200,12 +201,8 @@ def _typed(name: str, schema: type, values: Any) -> Any:
         key = f"{prefix}{error.full_key}" if error.full_key else name
         known = ""
         if "not in" in _first_line(error):
-            known = f"; keys here: {', '.join(sorted(asdict_keys(schema)))}"
+            known = f"; keys here: {', '.join(sorted(schema.__dataclass_fields__))}"
         raise SettingsError(f"{key}: {_first_line(error)}{known}") from error
-
-
-def asdict_keys(schema: type) -> list[str]:
-    return list(schema.__dataclass_fields__)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from omegaconf import DictConfig
@@ -41,8 +42,10 @@ def run_job(raw: DictConfig) -> None:
 
     from parallel_attn.training.pretrain import pretrain
 
+    hydra = HydraConfig.get().runtime
+    os.chdir(hydra.cwd)  # paths are relative to where the user stands, whatever hydra.job.chdir says
     try:
-        pretrain(raw, name=job_name(HydraConfig.get().runtime.choices))
+        pretrain(raw, name=job_name(hydra.choices))
     except (SettingsError, NonFiniteLoss) as error:
         exits.leave_with_line(error)
     except KeyboardInterrupt:

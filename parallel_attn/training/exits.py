@@ -31,10 +31,8 @@ def leave_with_traceback(error: Exception, where: str = "") -> NoReturn:
     """For an error of this rank alone, or one that nobody foresaw. `where` names the job of a sweep."""
     rank = meshes.launcher_ranks()[0]
     if isinstance(error, PeerLost):
-        # The launcher ends this rank while it waits; what it has to say is no cause.
+        # The launcher ends this rank while it waits. Whoever is still here was not told: then its own trace matters.
         time.sleep(2 * GRACE_SECONDS)
-        print(f"error (rank {rank}): {where}{error}", file=sys.stderr, flush=True)
-        leave(FAILED_EXIT)
     _record(error)
     text = "".join(traceback.format_exception(error))
     print(f"error on rank {rank}: {where}\n{text}", file=sys.stderr, flush=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -33,37 +35,43 @@ class Loop:
 
     def run(self) -> float:
         """Runs all optimizer steps; returns the seconds they took, validation included."""
-        settings, began, device_type = self.config.train, time.perf_counter(), self.mesh.device.type
+        settings, began = self.config.train, time.perf_counter()
         measured_step = min(1, settings.steps - 1)  # the second step: optimizer state exists by then
-        window_began, window_steps = began, 0
+        window = Window()
         for step in range(settings.steps):
             batches = [batch.to(self.mesh.device) for batch in self.train.step(step)]
             metrics: dict[str, float] = {}
             if step == measured_step:
-                with MemoryMeter(
-                    parameters=self.engine.parameter_tensors(),
-                    optimizer=self.engine.optimizer,
-                    gradients=self.engine.gradient_buffers(),
-                ) as meter:
-                    loss, norm = self.step(step, batches)
-                metrics |= self.memory(meter.report())
+                with window.paused():  # counting slows the step down
+                    loss, norm, metrics = self.measured(step, batches)
             else:
                 loss, norm = self.step(step, batches)
-            self.stop_if_not_finite(keep_newest=device_type != "cpu")
-            window_steps += 1
+                window.steps += 1
+            self.stop_if_not_finite(keep_newest=self.mesh.device.type != "cpu")
             done = step + 1
             last = done == settings.steps
             if done % settings.log_every == 0 or last or metrics:
                 metrics |= {"train/loss": loss.item(), "train/grad_norm": norm.item()}
-                metrics |= {"train/lr": self.schedule.rate(step)}
-                metrics |= self.speed(window_steps, time.perf_counter() - window_began)
+                metrics |= {"train/lr": self.schedule.rate(step)} | self.peaks()
+                if window.steps:
+                    metrics |= self.speed(window.steps, window.seconds())
+                    window = Window()
                 self.tracker.log(done, metrics)
-                window_began, window_steps = time.perf_counter(), 0
             if self.config.eval.every and (done % self.config.eval.every == 0 or last):
-                self.validate(done)
-                window_began = time.perf_counter() if window_steps == 0 else window_began
+                with window.paused():
+                    self.validate(done)
         self.stop_if_not_finite(keep_newest=False)
         return time.perf_counter() - began
+
+    def measured(self, step: int, batches: list[Batch]) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """A step with its memory counted by kind."""
+        with MemoryMeter(
+            parameters=self.engine.parameter_tensors(),
+            optimizer=self.engine.optimizer,
+            gradients=self.engine.gradient_buffers(),
+        ) as meter:
+            loss, norm = self.step(step, batches)
+        return loss, norm, self.memory(meter.report())
 
     def validate(self, done: int) -> None:
         metrics = evaluate(self.model, self.validation, self.mesh)
@@ -97,14 +105,15 @@ class Loop:
     def speed(self, steps: int, seconds: float) -> dict[str, float]:
         settings = self.config.train
         rate = steps * settings.global_batch_size * settings.seq_len / seconds
-        metrics = {"train/tokens_per_second": rate, "memory/process_peak_bytes": process_peak_bytes()}
         utilisation = mfu(self.flops_per_token, rate / self.mesh.world.degree, self.peak)
-        if utilisation is not None:
-            metrics["train/mfu"] = utilisation
+        known = {} if utilisation is None else {"train/mfu": utilisation}
+        return {"train/tokens_per_second": rate, **known}
+
+    def peaks(self) -> dict[str, float]:
+        """What the operating system and the device's allocator saw on this rank."""
         peak = device_peak_bytes(self.mesh.device)
-        if peak is not None:
-            metrics["memory/device_peak_bytes"] = peak
-        return metrics
+        known = {} if peak is None else {"memory/device_peak_bytes": peak}
+        return {"memory/process_peak_bytes": process_peak_bytes(), **known}
 
     def memory(self, report: dict[str, int]) -> dict[str, float]:
         """Bytes by kind on the fullest rank of each kind, and what a token will cost in a cache."""
@@ -114,3 +123,19 @@ class Loop:
         dtype = compute_dtypes(self.config.train.precision)[1] or self.model.embedding.weight.dtype
         per_rank = (self.model.cache_elements_per_token(r) for r in range(self.mesh.tensor.degree))
         return fullest | {"memory/kv_cache_bytes_per_token": max(per_rank) * dtype.itemsize}
+
+
+class Window:
+    """Optimizer steps since the last record and the seconds they took, without what else was done between."""
+
+    def __init__(self) -> None:
+        self.steps, self._began, self._elsewhere = 0, time.perf_counter(), 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._elsewhere += time.perf_counter() - start
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began - self._elsewhere

@@ -83,7 +83,8 @@ def clip_gradients(model: nn.Module, norm: Tensor, limit: float | None) -> None:
     if limit is None:
         return
     grads = [local_part(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    torch._foreach_mul_(grads, limit / norm.clamp(min=limit))
+    if grads:
+        torch._foreach_mul_(grads, limit / norm.clamp(min=limit))
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def pretrain(raw, *, name: str | None = None, restart: bool = False) -> dict:
     # Every refusal of a layer comes here, before any text is read; the vocabulary is looked at again when it is known.
     build_model(with_vocabulary(config, max(config.model.vocab_size or 0, tensor, 2)), on_paper, "meta")
     if not restart:
-        check_run_dir(config.run_dir)
+        check_run_dir(config.run_dir, config.plain)
     corpus = config.data.cls(config.data.config)
     preparing = {
         "builder": local_rank == 0,
@@ -52,12 +52,17 @@ def pretrain(raw, *, name: str | None = None, restart: bool = False) -> dict:
     build_model(config, on_paper, "meta")
     tokens = prepare_tokens(corpus, tokenizer, seq_len=config.train.seq_len, **preparing)
 
-    mesh = meshes.start(device, tensor=tensor, data=data)
+    with meshes.peers_expected():
+        return _train(config, meshes.start(device, tensor=tensor, data=data), tokenizer, tokens, micro_batch, accumulation, name)
+
+
+def _train(config, mesh, tokenizer, tokens, micro_batch: int, accumulation: int, name: str | None) -> dict:
+    """The part of a job that all ranks do together."""
     settings = {key: value for key, value in config.plain.items() if key not in ("device", "run_dir", "data")}
     require_same_on_all_ranks("the settings", _digest(settings), mesh)
     require_same_on_all_ranks("the tokens (data fingerprint)", fingerprint(tokens), mesh)
     name = name or f"{config.attention.cls.__name__}"
-    run_dir = open_run_dir(config.run_dir, name, plain_config(config), mesh)
+    run_dir = open_run_dir(config.run_dir, name, config.plain, plain_config(config), mesh)
 
     tracker = Tracker(
         run_dir,
@@ -68,8 +73,8 @@ def pretrain(raw, *, name: str | None = None, restart: bool = False) -> dict:
         run_name=run_dir.name,
     )
     with tracker, meshes.peers_expected():
-        model = build_model(config, mesh.tensor, device)
-        job = Job(mesh, config.optimizer.config, config.train.precision, micro_batch, accumulation)
+        model = build_model(config, mesh.tensor, mesh.device)
+        job = Job(mesh, config.optimizer.cls, config.optimizer.config, config.train.precision, micro_batch, accumulation)
         engine = config.engine.cls(model, job, config.engine.config)
         train = TrainBatches(
             tokens.train,
@@ -100,7 +105,7 @@ def pretrain(raw, *, name: str | None = None, restart: bool = False) -> dict:
             "train_seconds": seconds,
             "best": loop.best,
             "parameters": costs.full_parameters(model),
-            "layout": {"data": mesh.data.degree, "tensor": mesh.tensor.degree, "device": str(device.type)},
+            "layout": {"data": mesh.data.degree, "tensor": mesh.tensor.degree, "device": mesh.device.type},
             "data_fingerprint": fingerprint(tokens),
             "tokenizer": tokenizer.name,
             "versions": versions(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 from pathlib import Path
@@ -23,40 +25,50 @@ def launch_id() -> str | None:
     return None if name == "none" else name
 
 
-def check_run_dir(run_dir: str | None) -> None:
+def check_run_dir(run_dir: str | None, plain_config: dict) -> None:
     """Raises SettingsError when a fixed run_dir already holds a run of another launch, or cannot be one. No collective."""
-    if run_dir is None:
-        return
-    folder = Path(run_dir).expanduser()
+    folder = Path("runs" if run_dir is None else run_dir).expanduser()
     if folder.exists() and not folder.is_dir():
-        raise SettingsError(f"run_dir={run_dir} is not a folder: name another one")
-    if (folder / CONFIG_FILE).exists() and not _same_launch(folder):
+        raise SettingsError(f"run_dir={folder} is not a folder: name another one")
+    if run_dir is not None and (folder / CONFIG_FILE).exists() and not _same_launch(folder, plain_config):
         raise SettingsError(f"run_dir={run_dir} already holds a run: name another folder, or remove it")
     parent = folder
     while not parent.exists():
         parent = parent.parent
     if not os.access(parent, os.W_OK):
-        raise SettingsError(f"run_dir={run_dir} cannot be written ({parent} is read-only for this user)")
+        raise SettingsError(f"run_dir={folder} cannot be written ({parent.resolve()} is read-only for this user)")
 
 
-def _same_launch(folder: Path) -> bool:
-    mine = launch_id()
-    try:
-        return mine is not None and (folder / LAUNCH_FILE).read_text().strip() == mine
-    except OSError:
+def _launch_record(plain_config: dict) -> str:
+    """What a restart has in common with the attempt before: torchrun's run id and the settings."""
+    return f"{launch_id()} {hashlib.sha256(json.dumps(plain_config, sort_keys=True, default=str).encode()).hexdigest()}"
+
+
+def _same_launch(folder: Path, plain_config: dict) -> bool:
+    """Whether a folder holds a broken attempt of this very job. A finished run is never taken over, nor one of other
+    settings: a run id can be the same for ever (`--rdzv-id 100`)."""
+    if launch_id() is None:
         return False
+    try:
+        record = (folder / LAUNCH_FILE).read_text().strip()
+        summary = folder / "summary.json"
+        finished = summary.exists() and json.loads(summary.read_text()).get("status") == "finished"
+    except (OSError, ValueError):
+        return False
+    return record == _launch_record(plain_config) and not finished
 
 
-def open_run_dir(run_dir: str | None, name: str, plain_config: dict, mesh: Mesh) -> Path:
-    """Makes the folder on rank 0, writes config.yaml, and tells all ranks which it is. Two jobs in one second get two.
+def open_run_dir(run_dir: str | None, name: str, given: dict, written: dict, mesh: Mesh) -> Path:
+    """Makes the folder on rank 0, writes config.yaml, and tells all ranks which it is. `given`: the settings of the job,
+    `written`: the same with what was derived. Two jobs in one second get two.
 
     After a restart by torchrun the same launch finds its folder again; the metrics of the broken attempt are kept beside.
     """
     folder, problem = "", ""
     if mesh.is_main:
         try:
-            folder = str(_make(run_dir, name).resolve())
-            _write_config(Path(folder), plain_config)
+            folder = str(_make(run_dir, name, given).resolve())
+            _write_config(Path(folder), given, written)
         except OSError as error:
             problem = f"run_dir={run_dir or 'runs'} cannot be written: {error.strerror} ({error.filename})"
     folder, problem = broadcast_text(folder, mesh), broadcast_text(problem, mesh)
@@ -65,7 +77,7 @@ def open_run_dir(run_dir: str | None, name: str, plain_config: dict, mesh: Mesh)
     return Path(folder)
 
 
-def _make(run_dir: str | None, name: str) -> Path:
+def _make(run_dir: str | None, name: str, given: dict) -> Path:
     if run_dir is not None:
         folder = Path(run_dir).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +86,7 @@ def _make(run_dir: str | None, name: str) -> Path:
     runs = Path("runs")
     runs.mkdir(exist_ok=True)
     for old in runs.glob(f"*/{LAUNCH_FILE}"):
-        if _same_launch(old.parent):
+        if _same_launch(old.parent, given):
             _keep_broken_attempt(old.parent)
             return old.parent
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
@@ -95,11 +107,11 @@ def _keep_broken_attempt(folder: Path) -> None:
         metrics.rename(folder / f"metrics-attempt-{number}.jsonl")
 
 
-def _write_config(folder: Path, plain_config: dict) -> None:
+def _write_config(folder: Path, given: dict, written: dict) -> None:
     if launch_id() is not None:
-        (folder / LAUNCH_FILE).write_text(f"{launch_id()}\n")
+        (folder / LAUNCH_FILE).write_text(f"{_launch_record(given)}\n")
     temporary = folder / f".{CONFIG_FILE}.tmp"
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(plain_config)))
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(written)))
     temporary.replace(folder / CONFIG_FILE)
 
 

@@ -33,7 +33,7 @@ class Schedule(ABC):
     that does not fit into the steps.
     """
 
-    Config: Any = ScheduleConfig
+    Config: Any
 
     def __init__(self, config: ScheduleConfig, peak: float, steps: int) -> None:
         self.config, self.peak, self.steps = config, peak, steps
@@ -101,6 +101,8 @@ class WarmupStableDecay(Schedule):
 
 class Constant(Schedule):
     """The peak to the end."""
+
+    Config = ScheduleConfig
 
     def after_warmup(self, step: int) -> float:
         return 1.0

@@ -74,6 +74,7 @@ class Sweep:
         from parallel_attn.training.pretrain import pretrain
 
         hydra = HydraConfig.get()
+        os.chdir(hydra.runtime.cwd)
         name = folder_name(int(hydra.job.num), list(hydra.overrides.task), self.swept_keys)
         run_dir = self.folder / name
         # Rank 0 looks, all do the same: another node may see its folder late.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from parallel_attn.data import IGNORE, ByteTokenizer, EvalBatches, FileTokenizer, TokenFile, TrainBatches
+from parallel_attn.data import IGNORE, ByteTokenizer, EvalBatches, FileTokenizer, TokenFile, TrainBatches, encode
 from tests.data.helpers import all_tokens, prepare
 from tests.data.test_text_tokenizers import prose
 from tests.data.tokenizer_files import ENDS, kinds
@@ -104,6 +104,18 @@ def test_bytes_of_the_targets(tmp_path, kind, split):
         total += int(batch.target_bytes.sum())
     seen = replicas[0].num_samples * length
     assert total == counts[1 : seen + 1].sum() and seen >= splits.val.count - 1 - length
+
+
+@pytest.mark.parametrize("task_bytes", [1, 10, 10**6])
+def test_bytes_that_no_token_stands_for(tmp_path, monkeypatch, task_bytes):
+    """White space that a tokenizer drops is text all the same, also where a whole document is nothing else."""
+    monkeypatch.setattr(encode, "TASK_BYTES", task_bytes)
+    texts = ["word", "    ", "more words", "  \n ", "   ", "end  "]
+    (tmp_path / "v.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (tmp_path / "a.jsonl").write_text('{"text": "the lazy dog jumps"}\n' * 3)
+    tokenizer = FileTokenizer(kinds()["bert"], label="x", end_of_text="[SEP]")
+    val = prepare(tmp_path / "a.jsonl", tmp_path / "cache", tmp_path / "v.jsonl", tokenizer=tokenizer, seq_len=4).val
+    assert val.read_bytes(0, val.count).sum() == sum(map(len, texts))
 
 
 def test_validation_text_is_the_same_for_all(tmp_path):

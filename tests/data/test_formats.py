@@ -150,6 +150,12 @@ def test_bom_blank_lines_and_a_last_line_without_newline(tmp_path):
     assert [text for _, text in documents(corpus)] == [b"a", b"b", b"c", b"d\nd"]
 
 
+def test_a_long_csv_value(tmp_path):
+    text = "a long document, \n" * 20_000
+    (tmp_path / "a.csv").write_bytes(csv_of([text, "short"]))
+    assert [found.decode() for _, found in documents(text_corpus(tmp_path / "a.csv", tmp_path))] == [text, "short"]
+
+
 def test_csv_keeps_bytes_that_are_no_text(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"text\n\xff\xfe ok\n")
     assert documents(text_corpus(tmp_path / "a.csv", tmp_path)) == [("train", b"\xff\xfe ok")]

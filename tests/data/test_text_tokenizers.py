@@ -200,7 +200,7 @@ def test_pieces_give_the_tokens_of_the_whole(any_kind, monkeypatch):
     assert np.array_equal(np.concatenate([any_kind.encode_piece(piece) for piece in pieces]), whole)
 
 
-@pytest.mark.parametrize("letters", ["x", "日本", "é\n", "😀"])
+@pytest.mark.parametrize("letters", ["x", "日本", "é\n", "😀", "the"])
 def test_giant_words_lose_nothing(any_kind, letters, monkeypatch):
     text = letters * (9000 // len(letters))
     pieces = cut_up(text, monkeypatch)
@@ -288,6 +288,8 @@ def test_the_fingerprint_knows_what_matters():
     assert FileTokenizer(json.dumps(spec), label="a").fingerprint == base  # does not matter here
     assert FileTokenizer(json.dumps(spec), label="a", end_of_text="<|endoftext|>").fingerprint == base
     assert FileTokenizer(json.dumps(spec), label="a", end_of_text="z").fingerprint != base
+    ends = {FileTokenizer(kinds()["llama"], label="a", end_of_text=end).fingerprint for end in ("<s>", "</s>")}
+    assert len(ends) == 2
     spec["model"]["merges"] = spec["model"]["merges"][:-1]
     assert FileTokenizer(json.dumps(spec), label="a").fingerprint != base
     assert BpeTokenizer.from_json(byte_level()).fingerprint != base

@@ -83,14 +83,28 @@ def test_layers_never_start_identical():
     assert torch.equal(named[0].q.weight, named[1].q.weight)
 
 
+@pytest.mark.parametrize(
+    "size, millions", [("nano", 0.82), ("tiny", 9.08), ("small", 59.4), ("medium", 346.6), ("large", 1290.9)]
+)
+def test_presets_have_the_sizes_that_the_readme_states(size, millions):
+    from parallel_attn.training import parse
+    from tests.training.composed import composed
+
+    config = parse(composed(f"model={size}", "model.vocab_size=257"))
+    model = DecoderLM(config.model, config.attention.cls, config.attention.config, device="meta")
+    assert costs.full_parameters(model) / 1e6 == pytest.approx(millions, rel=0.005)
+    assert config.attention.config.num_heads >= 8
+
+
 def test_output_projections_are_scaled_with_depth():
     def std(layers):
         config = ModelConfig(64, layers, 8, MlpConfig(256), vocab_size=11)
         block = DecoderLM(config, GroupedQueryAttention, GroupedConfig(8)).layers[0]
         return block.attention.o.weight.std().item(), block.mlp.down.weight.std().item()
 
-    for shallow, deep in zip(std(2), std(8)):
+    for shallow, deep, fan_in in zip(std(2), std(8), (64, 256)):
         assert deep / shallow == pytest.approx(0.5, rel=0.01)
+        assert shallow == pytest.approx((2 * 2) ** -0.5 * fan_in**-0.5, rel=0.05)
 
 
 def test_tied_embeddings_are_one_parameter():

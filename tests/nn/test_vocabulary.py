@@ -59,6 +59,21 @@ def test_bfloat16_logits_are_reduced_in_float32():
     torch.testing.assert_close(got, reference(logits.float(), targets, 0.0, 0.0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("target", [-1, VOCABULARY, 1000])
+def test_a_target_outside_the_vocabulary_is_no_silent_loss(target):
+    logits, targets = inputs()
+    targets[3] = target
+    with pytest.raises(RuntimeError, match="a target is outside the vocabulary"):
+        vocab_parallel_cross_entropy(logits, targets, AxisGroup(), ((0, VOCABULARY),))
+
+
+def test_a_second_derivative_of_the_loss_is_refused():
+    logits, targets = inputs()
+    loss = vocab_parallel_cross_entropy(logits.requires_grad_(), targets, AxisGroup(), ((0, VOCABULARY),)).sum()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, logits, create_graph=True)
+
+
 def test_only_ignored_targets_give_zero_and_no_gradient_even_beside_nan():
     logits = torch.full((3, 5), math.nan, requires_grad=True)
     targets = torch.full((3,), IGNORE)

@@ -87,6 +87,21 @@ def test_a_restart_by_torchrun_finds_its_folder_and_keeps_the_broken_log(tmp_pat
     assert "step" in (run_dir / "metrics-attempt-1.jsonl").read_text()
 
 
+@pytest.mark.slow
+def test_a_run_id_that_never_changes_takes_over_no_finished_run(tmp_path):
+    """`--rdzv-id 100`, copied from many tutorials."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-id", "100"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(TRAIN), *FEW, "tracking.wandb.mode=disabled"]
+    for extra in ("train.seed=1", "train.seed=2", "train.seed=2"):
+        result = execute([*command, "parallel.tensor=2", extra], cwd=tmp_path, timeout=150)
+        assert result.returncode == 0, result.stderr
+    assert len(run_dirs(tmp_path)) == 3
+    fixed = [*command, "parallel.tensor=2", "run_dir=a"]
+    assert execute(fixed, cwd=tmp_path, timeout=150).returncode == 0
+    again = execute(fixed, cwd=tmp_path, timeout=150)
+    assert again.returncode != 0 and "run_dir=a already holds a run" in again.stderr
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_ctrl_c_ends_all_ranks_in_seconds_with_the_log_whole(tmp_path, size):
     launcher = [] if size == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
@@ -122,7 +137,7 @@ def test_settings_by_environment_and_relative_paths(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "données 1.txt").write_text("a quick brown fox jumps over the lazy dog\n" * 400)
     result = python_train(
-        *FEW, "data=text", "data.path=./text", "optimizer.lr=${oc.env:LR}", "hydra.job.chdir=true",
+        *FEW, "data=text", "data.path=./text", "optimizer.lr=${oc.env:LR}", "hydra.job.chdir=true", "hydra.run.dir=elsewhere",
         "tracking.wandb.mode=disabled", cwd=tmp_path, env={"LR": "1e-4"},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

@@ -2,15 +2,15 @@
 
 import json
 import math
+import time
 
 import pytest
-import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from parallel_attn import NonFiniteLoss, SettingsError, parameter_shards
 from parallel_attn.models import DecoderLM
-from parallel_attn.training import pretrain
+from parallel_attn.training import AdamW, pretrain
 from tests.parity import assemble
 from tests.training.composed import SMALL, composed, records
 from tests.world import CaseFailed, run
@@ -70,6 +70,40 @@ def test_validation_does_not_depend_on_batch_or_replicas(tmp_path, layout):
         run(size, train_case, str(run_dir), override, "train.steps=1", "train.precision=fp64", "eval.samples=7")
         values.append(json.loads((run_dir / "summary.json").read_text())["val/loss"])
     assert values[1] == pytest.approx(values[0], rel=1e-12)
+
+
+class Broken(AdamW):
+    @staticmethod
+    def build(model, config):
+        raise NotImplementedError("the optimizer that was named")
+
+
+def own_optimizer_case(run_dir: str) -> None:
+    train_case(run_dir, "optimizer._target_=tests.training.test_loop.Broken", "train.steps=1")
+
+
+def test_the_named_optimizer_is_the_one_that_is_built(tmp_path):
+    with pytest.raises(CaseFailed, match="the optimizer that was named"):
+        run(1, own_optimizer_case, str(tmp_path / "a"))
+
+
+def slow_validation_case(run_dir: str) -> None:
+    from parallel_attn.training import loop
+
+    evaluate = loop.evaluate
+    loop.evaluate = lambda *arguments: time.sleep(1.0) or evaluate(*arguments)
+    try:
+        train_case(run_dir, "train.steps=12", "train.log_every=4", "eval.every=5", "eval.samples=1")
+    finally:
+        loop.evaluate = evaluate
+
+
+def test_speed_counts_training_alone(tmp_path):
+    """Validation of a second each between the records: no record may hold it (a step takes some milliseconds)."""
+    run(1, slow_validation_case, str(tmp_path / "a"))
+    speeds = [record["train/tokens_per_second"] for record in records(tmp_path / "a") if "train/tokens_per_second" in record]
+    most = 4 * 12 * 32 / 1.0  # what a record that held one would show at best
+    assert len(speeds) >= 3 and all(speed > most for speed in speeds[1:])
 
 
 def poisoned_case(run_dir: str, where: int, *overrides: str) -> str:

@@ -79,6 +79,10 @@ def with_gradients():
     return model, torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
 
 
+def test_clipping_without_gradients_does_nothing():
+    clip_gradients(small(AxisGroup()), torch.tensor(1.0), 0.1)
+
+
 @pytest.mark.parametrize("limit", [0.1, 1e6, None])
 def test_clipping(limit):
     model, norm = with_gradients()
@@ -103,7 +107,7 @@ def test_an_update_that_is_not_finite_changes_nothing(poison):
     model, _ = with_gradients()
     axis = AxisGroup()
     mesh = Mesh(None, torch.device("cpu"), axis, axis, axis)
-    engine = TorchEngine(model, Job(mesh, AdamWConfig(), "fp64", 1, 1), TorchEngineConfig())
+    engine = TorchEngine(model, Job(mesh, AdamW, AdamWConfig(), "fp64", 1, 1), TorchEngineConfig())
     engine.step(0.1, torch.tensor(True))
     model.embedding.weight.grad[0, 0] = poison
     before = [t.clone() for t in (*model.parameters(), *moments(engine))]

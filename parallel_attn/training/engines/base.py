@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parallel_attn.data import Batch
 from parallel_attn.errors import SettingsError
 from parallel_attn.mesh import Mesh
-from parallel_attn.training.optimizer import AdamWConfig
+from parallel_attn.training.optimizer import AdamW, AdamWConfig
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Job:
     """What an engine has to know of a training job."""
 
     mesh: Mesh
-    optimizer: AdamWConfig
+    optimizer: type[AdamW]
+    optimizer_config: AdamWConfig
     precision: str
     micro_batch_size: int
     accumulation: int

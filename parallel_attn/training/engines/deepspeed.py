@@ -23,7 +23,7 @@ from parallel_attn.errors import NonFiniteLoss, SettingsError
 from parallel_attn.mesh import Mesh, launcher_ranks
 from parallel_attn.nn import sharded_parameters
 from parallel_attn.training.engines.base import Engine, Job, refuse
-from parallel_attn.training.optimizer import AdamW, gradient_norm
+from parallel_attn.training.optimizer import gradient_norm
 
 OWNED = {  # DeepSpeed's key -> what to set instead
     "train_batch_size": "train.global_batch_size",
@@ -93,7 +93,7 @@ class DeepSpeedEngine(Engine):
             {
                 "train_micro_batch_size_per_gpu": job.micro_batch_size,
                 "gradient_accumulation_steps": job.accumulation,
-                "gradient_clipping": job.optimizer.grad_clip or 0.0,  # left out, DeepSpeed clips at 1.0
+                "gradient_clipping": job.optimizer_config.grad_clip or 0.0,  # left out, DeepSpeed clips at 1.0
                 "zero_optimization": {"stage": config.zero_stage, "reduce_bucket_size": bucket_elements(module)},
                 "zero_allow_untested_optimizer": True,
                 "bf16": {"enabled": job.precision == "bf16"},
@@ -104,7 +104,7 @@ class DeepSpeedEngine(Engine):
         with _local_rank_in_environment():
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=module,
-                optimizer=AdamW.build(module, job.optimizer),
+                optimizer=job.optimizer.build(module, job.optimizer_config),
                 config=settings,
                 mpu=TensorAxisForDeepSpeed(job.mesh),
                 dist_init_required=False,

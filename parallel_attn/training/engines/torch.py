@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parallel_attn.data import Batch
 from parallel_attn.models import Block
 from parallel_attn.training.engines.base import Engine, Job, compute_dtypes, refuse
-from parallel_attn.training.optimizer import AdamW, clip_gradients, gradient_norm
+from parallel_attn.training.optimizer import clip_gradients, gradient_norm
 
 SHARDINGS = ("none", "full")
 
@@ -45,7 +45,7 @@ class TorchEngine(Engine):
             self.wrapped = nn.parallel.DistributedDataParallel(
                 module, process_group=self.replicas.group, gradient_as_bucket_view=True
             )
-        self.optimizer = AdamW.build(module, job.optimizer)
+        self.optimizer = job.optimizer.build(module, job.optimizer_config)
 
     def _shard_fully(self, module: nn.Module) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -82,7 +82,7 @@ class TorchEngine(Engine):
 
     def step(self, rate: float, finite: Tensor) -> Tensor:
         norm = gradient_norm(self.module, self.job.mesh.tensor, self.replicas)
-        clip_gradients(self.module, norm, self.job.optimizer.grad_clip)
+        clip_gradients(self.module, norm, self.job.optimizer_config.grad_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # The fused kernel itself leaves parameters and moments alone where this flag is set: no read on the host.
