@@ -89,12 +89,22 @@ def explain(error: Exception, arguments: list[str], known: list[str]) -> str:
     for argument in arguments:
         key = argument.partition("=")[0].lstrip("+~")
         if key and f"'{key}'" in lines[0]:
+            owners = _choices_with(key)
+            if owners:
+                return f"{argument}: {key} is a key of {' and '.join(owners)}, not of the choice made here"
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             leaf = key.rpartition(".")[2]
             near = near or [name for name in known if name.rpartition(".")[2] == leaf]
             hint = f"did you mean {near[0]}?" if near else "`python train.py --help` lists the keys"
             return f"{argument}: {key} is not a key; {hint}"
     return lines[0]
+
+
+def _choices_with(key: str) -> list[str]:
+    """The choices of a group whose YAML has this key: engine.zero_stage -> engine=deepspeed."""
+    group, _, leaf = key.partition(".")
+    files = sorted((config_dir() / group).glob("*.yaml")) if leaf else []
+    return [f"{group}={file.stem}" for file in files if leaf in _keys(OmegaConf.load(file))]
 
 
 def _keys(config: DictConfig) -> list[str]:

@@ -76,25 +76,17 @@ def _train(config, mesh, tokenizer, tokens, micro_batch: int, accumulation: int,
         model = build_model(config, mesh.tensor, mesh.device)
         job = Job(mesh, config.optimizer.cls, config.optimizer.config, config.train.precision, micro_batch, accumulation)
         engine = config.engine.cls(model, job, config.engine.config)
+        shapes = {
+            "seq_len": config.train.seq_len,
+            "micro_batch_size": micro_batch,
+            "data_rank": mesh.data.rank,
+            "data_degree": mesh.data.degree,
+            "documents": config.data.config.documents,
+        }
         train = TrainBatches(
-            tokens.train,
-            seq_len=config.train.seq_len,
-            global_batch_size=config.train.global_batch_size,
-            micro_batch_size=micro_batch,
-            seed=config.train.seed,
-            data_rank=mesh.data.rank,
-            data_degree=mesh.data.degree,
-            documents=config.data.config.documents,
+            tokens.train, global_batch_size=config.train.global_batch_size, seed=config.train.seed, **shapes
         )
-        validation = EvalBatches(
-            tokens.val,
-            seq_len=config.train.seq_len,
-            samples=config.eval.samples,
-            micro_batch_size=micro_batch,
-            data_rank=mesh.data.rank,
-            data_degree=mesh.data.degree,
-            documents=config.data.config.documents,
-        )
+        validation = EvalBatches(tokens.val, samples=config.eval.samples, **shapes)
         announce(tracker, config, model, mesh, micro_batch, accumulation, train.num_samples)
         for note in tokenizer.notes():
             tracker.notice(note)

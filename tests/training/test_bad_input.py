@@ -110,6 +110,9 @@ def error_lines(result) -> list[str]:
     "overrides, wanted",
     [
         (["train.stepz=3"], "error: train.stepz=3: train.stepz is not a key; did you mean train.steps?"),
+        (["engine.zero_stage=2"], "error: engine.zero_stage=2: engine.zero_stage is a key of engine=deepspeed, not of"),
+        (["schedule=constant", "schedule.decay_steps=3"], "schedule.decay_steps is a key of schedule=wsd, not of"),
+        (["engine=deepspeed", "engine.sharding=full"], "engine.sharding is a key of engine=torch"),
         (["model=7"], "error: Config group override must be a string"),
         (["lr=3"], "error: lr=3: lr is not a key; did you mean optimizer.lr?"),
         (["attention=nope"], "error: attention=nope is not one of: gqa, mha, mqa"),
