@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,8 +17,9 @@ from parallel_attn.data.text_tokenizer import TextTokenizer
 from parallel_attn.data.tokenizer import NotUtf8
 from parallel_attn.errors import SettingsError
 
-ALGORITHM = "byte-level bpe 1"
-TRAINING_BYTES = 256 << 20  # more text changes few merges and costs memory for every distinct word
+ALGORITHM = "byte-level bpe 2"  # part of the key of a trained tokenizer: changes with what training does
+TRAINING_BYTES = 64 << 20  # more text changes few merges; at worst, all words distinct, a byte costs some 30 in memory
+LONG_WORD = re.compile(r"\S{1000}|\s{1000}")  # the library's time for a word grows with the square of its length
 SMALLEST = 257  # the bytes and the end of text
 
 
@@ -26,7 +28,7 @@ class BpeTokenizer(TextTokenizer):
     the 256 bytes, then the merges.
 
     Trained once by the builder on the training text alone, kept in the token cache under the content it saw; the same
-    text gives the same tokenizer. Of more than 256 MiB of training text pieces spread over all of it are used.
+    text gives the same tokenizer. Of more than 64 MiB of training text pieces spread over all of it are used.
     """
 
     @dataclass
@@ -109,7 +111,7 @@ def _training_text(corpus: Corpus, pulse: Pulse) -> Iterator[str]:
         try:
             for piece in text_pieces(document.chunks):
                 if seen % distance == 0:
-                    yield piece.text
+                    yield from _without_long_words(piece.text)
                     taken += len(piece.text.encode())
                     on_bytes(len(piece.text))
                     if taken >= TRAINING_BYTES:
@@ -117,3 +119,13 @@ def _training_text(corpus: Corpus, pulse: Pulse) -> Iterator[str]:
                 seen += 1
         except NotUtf8 as error:
             raise not_utf8(corpus, document, error) from error
+
+
+def _without_long_words(text: str) -> Iterator[str]:
+    """A text in parts that hold no word longer than LONG_WORD matches; ordinary text is one part."""
+    start = 0
+    for found in LONG_WORD.finditer(text):
+        yield text[start : found.end()]
+        start = found.end()
+    if start < len(text):
+        yield text[start:]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from parallel_attn.data.tokenizer import NotUtf8, Piece
 
-PIECE_CHARACTERS = 1 << 17
+PIECE_CHARACTERS = 1 << 16
 SEARCH_CHARACTERS = 1 << 12  # how far back from a full piece a good place is looked for
 CONTEXT_CHARACTERS = 256
 GOOD_PLACES = (re.compile(r"(?<=\S) (?=\S)"), re.compile(r"(?<=\w)\n(?=\S)"))

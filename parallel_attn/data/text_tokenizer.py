@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from parallel_attn.data.byte_alphabet import BYTE_TO_CHARACTER, bytes_of
-from parallel_attn.data.pieces import text_pieces
+from parallel_attn.data.pieces import PIECE_CHARACTERS, text_pieces
 from parallel_attn.data.tokenizer import Piece, Tokenizer, check_ids
 from parallel_attn.errors import SettingsError
 
@@ -68,7 +68,7 @@ class TextTokenizer(Tokenizer):
         self._library = _library(spec, label)
         self._library.encode_special_tokens = True  # the library's word for: a special token in a text is text
         self._changes = spec["normalizer"]
-        used = json.dumps(spec, sort_keys=True) + f" end of text {self.end_of_text}, pieces 1"
+        used = json.dumps(spec, sort_keys=True) + f" end of text {self.end_of_text}, pieces of {PIECE_CHARACTERS}"
         self.fingerprint = f"{self.name}-{hashlib.sha256(used.encode()).hexdigest()[:32]}"
         self._token_bytes = _byte_level(spec, vocabulary, self.vocab_size)
         if self._token_bytes is not None and any(map(self._changed, PROBES.values())):
@@ -87,7 +87,7 @@ class TextTokenizer(Tokenizer):
 
     def encode_piece(self, piece: Piece) -> np.ndarray:
         if not piece.context:
-            return np.array(self._run(piece.text).ids, dtype=np.uint32)
+            return np.array(self._run(piece.text, offsets=False).ids, dtype=np.uint32)
         return self._in_context(piece)[0]
 
     def encode_with_bytes(self, piece: Piece) -> tuple[np.ndarray, np.ndarray, int]:
@@ -118,9 +118,11 @@ class TextTokenizer(Tokenizer):
         found = self._run(piece.text)
         return np.array(found.ids, dtype=np.uint32), np.array([end for _, end in found.offsets], dtype=np.int64)
 
-    def _run(self, text: str):
+    def _run(self, text: str, offsets: bool = True):
         try:
-            return self._library.encode(text, add_special_tokens=False)
+            if offsets:
+                return self._library.encode(text, add_special_tokens=False)
+            return self._library.encode_batch_fast([text], add_special_tokens=False)[0]  # a quarter less time
         except Exception as error:
             if type(error) is not Exception:  # the library raises the bare class for what a model cannot encode
                 raise

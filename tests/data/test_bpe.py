@@ -76,6 +76,14 @@ def test_validation_text_is_not_trained_on(tmp_path, cache):
     assert len(trained) == 1
 
 
+def test_giant_words_do_not_take_for_ever(tmp_path, cache):
+    """A million letters without a space, where the time for a word grows with its square: cut for the training."""
+    text = "ab" * 500_000 + " " * 5000 + "日本語" * 5000
+    (tmp_path / "a.txt").write_text(text + " end")
+    parts = list(bpe_module._training_text(text_corpus(tmp_path / "a.txt", cache), FakePulse()))
+    assert "".join(parts).startswith("ab" * 400_000) and max(map(len, parts)) <= 1000 + len(" end")
+
+
 def test_part_of_a_large_corpus(tmp_path, cache, monkeypatch):
     """Evenly over all of it, not its beginning alone."""
     for name in "abcdefgh":
