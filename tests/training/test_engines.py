@@ -17,7 +17,7 @@ ENGINES = {
     **{f"zero{stage}": ["engine=deepspeed", f"engine.zero_stage={stage}"] for stage in range(4)},
 }
 # (processes, tensor): KV heads 2, so degree 3 is uneven and holds copies
-PAIRS = [(engine, 4, 2) for engine in ENGINES] + [(engine, 3, 3) for engine in ("fsdp2", "zero1", "zero3")]
+PAIRS = [(engine, 4, 2) for engine in ENGINES] + [(engine, 3, 3) for engine in ("fsdp2", "zero1")]
 REST = [(engine, size, tensor) for engine in ENGINES for size, tensor in [(2, 1), (2, 2), (3, 1), (3, 3)]]
 PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in REST if pair not in PAIRS]
 
@@ -94,7 +94,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     "engine, size, tensor",
-    [("fsdp2", 4, 2), ("zero1", 4, 2), ("zero3", 2, 1)]
+    [("zero1", 4, 2), ("zero3", 2, 1)]
     + [pytest.param(engine, *layout, marks=SLOW) for engine in ("fsdp2", "zero1", "zero2", "zero3") for layout in ((2, 1), (2, 2), (3, 3))],
 )
 def test_bf16_stays_within_the_bound_that_the_readme_states(tmp_path, alone, engine, size, tensor):
@@ -104,7 +104,7 @@ def test_bf16_stays_within_the_bound_that_the_readme_states(tmp_path, alone, eng
     assert max(abs(a - b) / b for (a, _), (b, _) in zip(curve, alone[0], strict=True)) < 0.01
 
 
-@pytest.mark.parametrize("engine", ["zero0", "zero2", pytest.param("fsdp2", marks=SLOW)])
+@pytest.mark.parametrize("engine", ["zero0", *(pytest.param(engine, marks=SLOW) for engine in ("zero2", "fsdp2"))])
 def test_clipping_off_means_off(tmp_path, engine):
     """DeepSpeed clips at 1.0 when nothing is said."""
     settings = ("train.steps=5", "optimizer.lr=1e-3", "optimizer.eps=1e-2", "optimizer.grad_clip=null")
@@ -116,7 +116,7 @@ def test_clipping_off_means_off(tmp_path, engine):
     assert max((clipped[name] - tensor).abs().max().item() for name, tensor in wanted.items()) > 100 * gap
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero3", pytest.param("zero1", marks=SLOW)])
+@pytest.mark.parametrize("engine", ["zero3", *(pytest.param(engine, marks=SLOW) for engine in ("zero1", "fsdp2"))])
 def test_tied_embeddings(tmp_path, engine):
     settings = ("train.steps=10", "optimizer.lr=1e-3", "optimizer.eps=1e-4", "model.tie_embeddings=true")
     wanted, _ = trained(tmp_path, 1, *settings)

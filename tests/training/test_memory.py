@@ -29,9 +29,9 @@ def measured(tmp_path, overrides: list[str]) -> dict[str, float]:
 @pytest.mark.parametrize(
     "overrides, parameters, optimizer",
     [
-        (["engine=torch"], 1, 2),
+        pytest.param(["engine=torch"], 1, 2, marks=pytest.mark.slow),
         (["engine.sharding=full"], 1 / 2, 2 / 2),
-        (["engine=deepspeed", "engine.zero_stage=0"], 1, 2),
+        pytest.param(["engine=deepspeed", "engine.zero_stage=0"], 1, 2, marks=pytest.mark.slow),
         (["engine=deepspeed", "engine.zero_stage=1"], 1, 3 / 2),  # it keeps its part of the fp32 weights a second time
         (["engine=deepspeed", "engine.zero_stage=3"], 1 / 2, 2 / 2),
         (["engine=deepspeed", "engine.zero_stage=1", "train.precision=bf16"], 1 / 2, 3 / 2),  # masters and moments

@@ -38,11 +38,14 @@ def test_a_sweep_under_torchrun_gives_every_job_a_folder_and_a_wandb_run(tmp_pat
         losses = [[record["train/loss"] for record in records(folder / name)] for name in (first, second)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert "4 of 4 jobs finished" in result.stdout
-    again = torchrun(
-        2, "-m", *FEW, "attention=mha,mqa", "parallel.tensor=1,2", "tracking.wandb.mode=offline", "run_dir=s w/a", cwd=tmp_path
-    )
-    assert again.returncode == 0 and again.stdout.count("finished before") == 4
-    other = torchrun(2, "-m", *FEW, "train.seed=1,2", OFF, "run_dir=s w/a", cwd=tmp_path)
+
+
+def test_a_finished_sweep_is_not_run_again_nor_mixed_with_another(tmp_path):
+    command = ("-m", *FEW, OFF, "train.seed=1,2", "run_dir=a")
+    assert python_train(*command, cwd=tmp_path).returncode == 0
+    again = python_train(*command, cwd=tmp_path)
+    assert again.returncode == 0 and again.stdout.count("finished before") == 2
+    other = python_train("-m", *FEW, OFF, "train.seed=3,4", "run_dir=a", cwd=tmp_path)
     assert other.returncode != 0 and "holds the sweep of another command" in other.stderr
 
 
