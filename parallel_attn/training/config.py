@@ -31,7 +31,7 @@ class ParallelConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = 600
+    steps: int = 550
     seq_len: int = 128
     micro_batch_size: Optional[int] = None
     global_batch_size: int = 8
