@@ -121,7 +121,10 @@ def wait_until_gone(processes, seconds=10.0):
 
 
 def is_running(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])

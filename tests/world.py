@@ -29,6 +29,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from tests import world_rank
 
 START_TIMEOUT = 120.0  # seconds for the processes of a world to meet
@@ -98,6 +100,14 @@ def stop_all() -> None:
         world.kill()
 
 
+def _is_running(process) -> bool:
+    """Whether a rank lives: the system is asked too, since the forkserver tells of a death a little later."""
+    try:
+        return process.is_alive() and psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class World:
     """`size` processes that share one gloo group. The forkserver has torch loaded, so a process costs milliseconds."""
 
@@ -107,7 +117,9 @@ class World:
         context = multiprocessing.get_context("forkserver")
         preload = ["numpy", "pytest", "torch", "torch.distributed", "torch.distributed.device_mesh"]
         # Only what this process could import: an import error in the forkserver would end it.
-        context.set_forkserver_preload(preload + (["parallel_attn"] if "parallel_attn" in sys.modules else []))
+        # What the test modules import anyway is imported once, not in every rank of every world.
+        shared = ["parallel_attn", "parallel_attn.training", "hydra"]
+        context.set_forkserver_preload(preload + [name for name in shared if name in sys.modules])
         self.processes, self.connections = [], []
         try:
             for rank in range(size):
@@ -143,7 +155,7 @@ class World:
         return list(results)
 
     def dead_ranks(self) -> list[int]:
-        return [rank for rank, process in enumerate(self.processes) if not process.is_alive()]
+        return [rank for rank, process in enumerate(self.processes) if not _is_running(process)]
 
     def kill(self) -> None:
         """Ends all ranks and what they started, and removes the world from those in use."""
