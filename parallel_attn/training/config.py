@@ -31,7 +31,7 @@ class ParallelConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = 550
+    steps: int = 600
     seq_len: int = 128
     micro_batch_size: Optional[int] = None
     global_batch_size: int = 8
@@ -77,7 +77,7 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    every: int = 100
+    every: int = 200
     samples: int = 128
 
     def check(self) -> None:

@@ -61,7 +61,7 @@ def refusal(*overrides: str) -> str:
         (["optimizer.lr=nan"], "optimizer.lr=nan"),
         (["optimizer.betas=[0.9]"], "optimizer.betas=[0.9]"),
         (["optimizer.grad_clip=0"], "optimizer.grad_clip=0.0"),
-        (["schedule.warmup_steps=550"], "schedule.warmup_steps=550 must lie in 0 .. 549"),
+        (["schedule.warmup_steps=600"], "schedule.warmup_steps=600 must lie in 0 .. 599"),
         (["schedule.final_fraction=2"], "schedule.final_fraction=2.0"),
         (["run_dir=''"], "run_dir='' must be a folder, or null"),
         (["train=null"], "train=None is a group of keys"),
