@@ -6,12 +6,15 @@ parameter is flagged, or when it sits on tensor rank 0: so each rank flags what 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +203,27 @@ def import_deepspeed():
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
+    _import_muon_uncompiled()
     # Its collectives by their old names, once per rank and call site: nothing that a user could act on.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     __compatible_ops__["deepspeed_shm_comm"] = False
     backend = torch.distributed.get_backend()
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     return deepspeed
+
+
+def _import_muon_uncompiled() -> None:
+    """DeepSpeed decorates a function of its Muon optimizer with torch.compile, and imports it to look at any optimizer's
+    type. Nobody here uses it, and the compiler behind the decorator takes 1.5 s to load."""
+    name = "deepspeed.runtime.zero.muon.original_muon"
+    if find_spec(name.rpartition(".")[0]) is None or name in sys.modules:
+        return
+    compiler = torch.compile
+    torch.compile = lambda function=None, **_: function if function is not None else (lambda inner: inner)
+    try:
+        importlib.import_module(name)
+    finally:
+        torch.compile = compiler
 
 
 @contextmanager
