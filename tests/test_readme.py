@@ -52,7 +52,7 @@ def test_the_layer_example_runs_on_two_ranks_and_is_short(tmp_path):
     script.write_text(example)
     result = torchrun(2, cwd=tmp_path, script=script)
     assert result.returncode == 0, result.stderr
-    losses = {rank: re.findall(rf"rank {rank} step \d loss (\S+)", result.stdout) for rank in (0, 1)}
+    losses = {rank: re.findall(rf"rank {rank} step \d loss (\d+\.\d{{6}})", result.stdout) for rank in (0, 1)}
     assert len(losses[0]) == 5 and losses[0] == losses[1] and float(losses[0][-1]) < float(losses[0][0])
 
 
