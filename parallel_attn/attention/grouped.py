@@ -81,9 +81,7 @@ class GroupedQueryAttention(Attention):
                 FullWidthGain(place.child(name), self.head_dim, heads, ranges, zero_centered=zero_centered)
                 for name, heads, ranges in (("q_norm", config.num_heads, query), ("k_norm", kv_heads, kv))
             )
-        self.rotary = Rotary(
-            self.head_dim, theta=config.rope.theta, fraction=config.rope.fraction, style=config.rope.style
-        )
+        self.rotary = Rotary.of(self.head_dim, config.rope)
 
     def forward(
         self,

@@ -3,6 +3,7 @@ from parallel_attn.nn.linear import ColumnParallelLinear, RowParallelLinear, col
 from parallel_attn.nn.mlp import SwiGLU
 from parallel_attn.nn.module import Placement, ShardedModule, parameter_shards, sharded_parameters
 from parallel_attn.nn.norm import RMSNorm
+from parallel_attn.nn.rope_scaling import RopeScaling
 from parallel_attn.nn.rotary import RopeConfig, Rotary
 from parallel_attn.nn.vocabulary import VocabParallelEmbedding, output_head
 
@@ -12,6 +13,7 @@ __all__ = [
     "Placement",
     "RMSNorm",
     "RopeConfig",
+    "RopeScaling",
     "Rotary",
     "RowParallelLinear",
     "ShardedModule",
