@@ -1,5 +1,6 @@
 """Configs and names: both ways, old and new keys, what export writes as transformers reads it, and what is refused."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,12 @@ from parallel_attn import DecoderLM, GroupedQueryAttention, ModelConfig, MultiHe
 from parallel_attn.attention import GroupedConfig, LatentConfig
 from parallel_attn.interop import Architecture, from_hugging_face, to_hugging_face
 from parallel_attn.models import MlpConfig
-from parallel_attn.nn import RopeConfig, RopeScaling
+from parallel_attn.nn import RopeConfig, RopeScaling, Rotary
 from tests.interop.models import DEEPSEEK, QWEN3_NEXT, SIZES, our_model, their_config, their_model
 from tests.interop.test_parity import CASES
 
 LLAMA = {"model_type": "llama", **SIZES, "num_attention_heads": 6, "num_key_value_heads": 2}
+V3 = {"model_type": "deepseek_v3", **DEEPSEEK, "q_lora_rank": None}
 MODEL = ModelConfig(48, 2, 6, MlpConfig(37), vocab_size=101, norm_eps=1e-5)
 
 
@@ -25,18 +27,20 @@ def latent(**settings) -> Architecture:
     return Architecture(MODEL, MultiHeadLatentAttention, LatentConfig(num_heads=6, **settings))
 
 
-OURS = {  # what transformers has to express, and as which type
+OURS = {  # what transformers has to express, and as which type ("-as-": the type is asked for)
     "plain": (grouped(), "llama"),
     "all-biases-wide-heads": (grouped(bias="all", head_dim=10), "llama"),
     "qkv-biases": (grouped(bias="qkv", window=5), "qwen2"),
-    "head-norms-stored-as-1-plus-w": (grouped(qk_norm="head", qk_norm_zero_centered=True, head_dim=12), "qwen3"),
+    "head-norms-stored-1-plus-w": (grouped(qk_norm="head", qk_norm_zero_centered=True, head_dim=12), "qwen3"),
     "gate": (grouped(qk_norm="head", gate="elementwise", head_dim=16, rope={"fraction": 0.25}), "qwen3_next"),
+    "gate-as-qwen3.5": (grouped(qk_norm="head", gate="elementwise", bias="all", head_dim=16), "qwen3_5_text"),
     "latent-by-default": (latent(rope={"style": "interleaved"}), "deepseek_v3"),
+    "latent-as-v2": (latent(q_lora_rank=9, bias="all", rope={"style": "interleaved", "theta": 50.0}), "deepseek_v2"),
     "latent-half-and-scaled": (
         latent(q_lora_rank=12, rope={"scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
                "mscale": 0.7, "mscale_all_dim": 1.2}}), "deepseek_v3",
     ),
-    "residual-norms-stored-as-1-plus-w": (
+    "residual-norms-stored-1-plus-w": (
         Architecture(replace(MODEL, norm_zero_centered=True, tie_embeddings=True), GroupedQueryAttention,
                      GroupedConfig(num_heads=6, rope={"theta": 500.0, "scaling": {"type": "linear", "factor": 2.0}})),
         "llama",
@@ -49,7 +53,8 @@ def test_an_export_loads_in_transformers_and_gives_our_logits(case, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     architecture, wanted = OURS[case]
-    translation = to_hugging_face(architecture, max_position_embeddings=64)
+    named = wanted if "-as-" in case else None
+    translation = to_hugging_face(architecture, max_position_embeddings=64, model_type=named)
     assert translation.kind == wanted
     ours = DecoderLM(architecture.model, architecture.attention_class, architecture.attention, dtype=torch.float64)
     with torch.no_grad():
@@ -116,12 +121,25 @@ def test_rope_under_old_and_new_keys(case):
     keys, (kind, theta) = ROPES[case]
     rope = from_hugging_face({**LLAMA, **keys}).architecture.attention.rope
     assert rope == RopeConfig(theta=theta, scaling=kind and RopeScaling(kind, 2.0))
+    if case != "by-layer-type":  # (which transformers' llama does not have): as transformers itself reads the keys
+        normalized = their_config(**LLAMA, **keys).to_dict()
+        assert from_hugging_face(normalized).architecture.attention.rope == rope
 
 
 def test_lengths_and_multipliers_of_yarn_as_transformers_takes_them():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+
     def scaling(**keys):
-        config = {"model_type": "deepseek_v3", **DEEPSEEK, "q_lora_rank": None, "max_position_embeddings": 64, **keys}
-        return from_hugging_face(config).architecture.attention.rope.scaling
+        config = {**V3, "max_position_embeddings": 64, **copy.deepcopy(keys)}
+        rope = from_hugging_face(config).architecture.attention.rope
+        theirs = their_config(**copy.deepcopy(config))
+        wanted, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+        rotary = Rotary.of(V3["qk_rope_head_dim"], rope)
+        torch.testing.assert_close(rotary.frequencies(torch.device("cpu")).float(), wanted)
+        assert rope.scaling.cos_sin_factor == pytest.approx(factor)
+        assert rotary.score_factor == pytest.approx(yarn_apply_mscale(theirs.rope_parameters, 1.0))
+        return rope.scaling
 
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     assert scaling(rope_scaling=yarn) == RopeScaling("yarn", 4.0, 16)
@@ -139,7 +157,6 @@ def test_lengths_and_multipliers_of_yarn_as_transformers_takes_them():
     assert both == RopeScaling("yarn", 4.0, 16, mscale_all_dim=1.0, attention_factor=1.5)
 
 
-V3 = {"model_type": "deepseek_v3", **DEEPSEEK, "q_lora_rank": None}
 NEXT = {"model_type": "qwen3_next", **QWEN3_NEXT, "num_experts": 0}
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 REFUSED = [
