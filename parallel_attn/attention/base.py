@@ -73,6 +73,8 @@ class Attention(ShardedModule, ABC):
             if width < 1:
                 raise SettingsError(f"attention.{key}={width} must be at least 1")
 
+    reads_memory: ClassVar[bool] = False
+    """Whether keys and values come from another sequence: forward(x, memory)."""
     plan: HeadPlan
     """Which heads this type puts on which rank."""
     scale: float

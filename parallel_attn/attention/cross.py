@@ -34,6 +34,7 @@ class CrossAttention(GroupedQueryAttention):
     """
 
     Config = CrossConfig
+    reads_memory = True
     cannot_honour = {
         "causal": _NO_ORDER,
         "window": _NO_ORDER,

@@ -114,6 +114,8 @@ class DecoderLM(ShardedModule):
         model.check()
         if model.vocab_size is None:
             raise SettingsError("model.vocab_size=null: a model built without a tokenizer needs the number of tokens")
+        if attention_class.reads_memory:
+            raise SettingsError(f"attention: {attention_class.__name__} reads an encoder's states: use model=encoder_decoder")
         if not attention.causal:
             raise SettingsError("attention.causal=false: a decoder language model would see its targets, use true")
         self.config, self.compute_dtype = model, compute_dtype
