@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from parallel_attn import GroupedQueryAttention
-from tests import mutants
+from parallel_attn.planning import Parity, mutants
+from parallel_attn.planning.parity import BOUNDS
 from tests.covering import pairwise
-from tests.parity import BOUNDS, Worst, compare, projected
+from tests.parity import check, compare, world_axis
 from tests.world import run
 
 HEADS = {  # (query heads, KV heads) for degree: multiple, fewer, one, not dividing
@@ -55,7 +56,7 @@ def settings_of(case: dict) -> dict:
     )
 
 
-def parity_case(case: dict, mutant: str | None = None) -> dict[str, float]:
+def parity_case(case: dict, mutant: str | None = None) -> Parity:
     hidden, batch, length = 24, 2, 9
     dtype = case["dtype"]
     x = torch.randn(batch, length, hidden, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -68,19 +69,18 @@ def parity_case(case: dict, mutant: str | None = None) -> dict[str, float]:
     def build(axis):
         return GroupedQueryAttention(hidden, tensor_parallel=axis, name="layer", dtype=dtype, **settings_of(case))
 
-    with mutants.applied(mutant):  # over one rank, where the reference lives, every mutant is the right code
-        return compare(build, lambda layer, inputs: projected(layer(inputs[0], **masks)), [x.to(dtype)])
+    applied = mutants.applied(mutant)
+    found = compare(build, lambda layer, inputs: layer(inputs[0], **masks), [x.to(dtype)], mutation=applied)
+    assert all(applied.total_hits(world_axis()).values()), f"{mutant} does not touch this case"
+    return found
 
 
-def check_case(case: dict, mutant: str | None = None) -> None:
-    Worst(parity_case(case, mutant)).check(BOUNDS[case["dtype"]])
+def check_case(case: dict) -> None:
+    check(parity_case(case), BOUNDS[case["dtype"]])
 
 
-def caught_case(case: dict, mutant: str) -> str:
-    """What the check says of a mutant, alike on all ranks: the world lives on."""
-    with pytest.raises(AssertionError) as caught:
-        check_case(case, mutant)
-    return str(caught.value)
+def failures_case(case: dict, mutant: str) -> dict[str, str]:
+    return parity_case(case, mutant).failures(BOUNDS[case["dtype"]])
 
 
 def name_of(case: dict) -> str:
@@ -105,13 +105,30 @@ MUTANT_CASE = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("mutant", mutants.ATTENTION)
+MUTANTS = {  # and the kinds of error that tell of each
+    "kv_copies_not_summed": {"parameter gradients", "gradient norm", "copies"},
+    "input_gradient_not_summed": {"input gradient"},
+    "input_gradient_summed_twice": {"input gradient"},
+    "output_not_summed": {"output"},
+    "output_bias_on_every_rank": {"output"},
+    "statistic_gradient_not_summed": {"input gradient", "parameter gradients"},
+    "statistic_counts_every_copy": {"output", "input gradient", "parameter gradients"},
+    "full_norm_gain_not_summed": {"parameter gradients", "copies"},
+    "head_norm_gain_not_summed": {"parameter gradients", "copies"},
+    "head_norm_gain_summed_at_every_pass": {"parameter gradients"},
+    "gradient_norm_counts_every_copy": {"gradient norm"},
+    "initial_weights_drawn_per_rank": {"initial weights"},
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_mutants_are_caught(mutant, dtype):
     """Each drops or doubles one reduction, or adds a bias twice; a matrix that stays green would be blind to it."""
-    norm = "head" if mutant == "head_norm_gain_not_summed" else "full"
-    for message in run(3, caught_case, MUTANT_CASE | {"qk_norm": norm, "dtype": dtype}, mutant):
-        assert "beyond" in message or "copies" in message
+    norm = "head" if mutant.startswith("head_norm") else "full"
+    failures = run(3, failures_case, MUTANT_CASE | {"qk_norm": norm, "dtype": dtype}, mutant)
+    assert failures[0] == failures[1] == failures[2]
+    assert set(failures[0]) >= MUTANTS[mutant], failures[0]
 
 
 def test_without_a_mutant_the_same_case_passes():
