@@ -24,8 +24,8 @@ def compare(build, forward, inputs: list[Tensor], **settings) -> parity.Parity:
     return parity.compare(world_axis(), build, forward, inputs, **settings)
 
 
-def check(found: parity.Parity, bound: float) -> None:
-    failures = found.failures(bound)
+def check(found: parity.Parity, bounds: dict[str, float]) -> None:
+    failures = found.failures(bounds)
     assert not failures, f"{failures}; worst parameter: {found.worst_parameter()}"
 
 

@@ -38,13 +38,9 @@ def certify(config: Config, parts: Sequence[str], mutate: str | None = None) -> 
     for subject in subjects:
         patches, found = mutants.applied(mutate), Parity()
         for forward in subject.passes.values():
-            found = found.merge(
-                compare(
-                    axis, subject.build, forward, subject.inputs, seed=config.train.seed, mutation=patches if mutate else None
-                )
-            )
-        hits = patches.total_hits(axis) if mutate else {}
-        outcomes[subject.name] = Outcome(found, sum(hits.values()))
+            pass_ = compare(axis, subject.build, forward, subject.inputs, seed=config.train.seed, mutation=patches)
+            found = found.merge(pass_)
+        outcomes[subject.name] = Outcome(found, sum(patches.total_hits(axis).values()))
     return outcomes
 
 

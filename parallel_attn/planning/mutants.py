@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class Mutant:
     touches: Callable[..., bool] | None = None
 
     def is_hit(self, *args: Any, **kwargs: Any) -> bool:
-        if any(isinstance(value, AxisGroup) and value.degree == 1 for value in args):
+        if any(isinstance(value, AxisGroup) and value.degree == 1 for value in (*args, *kwargs.values())):
             return False
         return self.touches is None or self.touches(*args, **kwargs)
 
@@ -61,10 +62,6 @@ def mutant(module: str, attribute: str, *, touches: Callable[..., bool] | None =
     return register
 
 
-def known() -> dict[str, Mutant]:
-    return dict(_MUTANTS)
-
-
 def find(name: str) -> Mutant:
     """Raises SettingsError for an unknown name, with the nearest one."""
     if name not in _MUTANTS:
@@ -72,6 +69,14 @@ def find(name: str) -> Mutant:
         hint = f"did you mean {near[0]}? " if near else ""
         raise SettingsError(f"--mutate {name}: no such mutant; {hint}`--mutate list` names them")
     return _MUTANTS[name]
+
+
+def listing() -> str:
+    """All mutants by name, each with the bug that it copies, for a terminal."""
+    lines = []
+    for each in _MUTANTS.values():
+        lines += [each.name, *textwrap.wrap(each.bug, 108, initial_indent="    ", subsequent_indent="    ")]
+    return "\n".join(lines)
 
 
 class Patches:
@@ -242,6 +247,3 @@ def gradient_norm_counts_every_copy(original, shard):
 def initial_weights_drawn_per_rank(original, full_shape, seed, name, initializer):
     """Each rank seeds its own generator: the model that starts is another one at every degree."""
     return original(full_shape, seed + dist.get_rank(), name, initializer)
-
-
-__all__ = ["Mutant", "Patches", "applied", "find", "known", "mutant", "watched"]

@@ -19,7 +19,7 @@ from typing import Any
 
 from parallel_attn.errors import SettingsError
 
-GRACE_SECONDS = 1.0  # in which more failures are collected after a first one: the first to be told need not be the cause
+GRACE_SECONDS = 1.0  # in which more failures are collected: the first to be told need not be the cause
 GROUP_TIMEOUT_SECONDS = 300.0  # of a collective: a rank may wait for another one's reference
 
 

@@ -116,7 +116,7 @@ MUTANTS = {  # and the kinds of error that tell of each
     "full_norm_gain_not_summed": {"parameter gradients", "copies"},
     "head_norm_gain_not_summed": {"parameter gradients", "copies"},
     "head_norm_gain_summed_at_every_pass": {"parameter gradients"},
-    "gradient_norm_counts_every_copy": {"gradient norm"},
+    "gradient_norm_counts_every_copy": {"gradient norm", "norm over ranks"},
     "initial_weights_drawn_per_rank": {"initial weights"},
 }
 
