@@ -11,7 +11,7 @@ from parallel_attn import (
     MultiHeadLatentAttention,
 )
 from tests.attention.dense import allowed_pairs, dense, linear, rms, turned
-from tests.parity import set_parameters
+from parallel_attn.planning.parity import set_parameters
 
 SETTINGS = [{}, {"window": 4, "causal": False}, {"sinks": True}, {"soft_cap": 1.0}, {"sinks": True, "window": 3, "soft_cap": 2.0}]
 
