@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from parallel_attn import SettingsError, sharded_parameters
 from parallel_attn.training import pretrain
 from parallel_attn.training.engines import DeepSpeedEngine, TorchEngine
-from tests.parity import assemble
+from tests.parity import assemble, axis_of
 from tests.training.composed import SMALL, composed, records
 from tests.world import run
 
@@ -44,7 +44,7 @@ def train_case(run_dir: str, overrides: tuple[str, ...]) -> dict[str, torch.Tens
         def closing(engine):
             shards = {name: shard for name, _, shard in sharded_parameters(engine.module)}
             local = {name: whole(parameter) for name, parameter in engine.module.named_parameters()}
-            weights.update(assemble(local, shards))
+            weights.update(assemble(local, shards, axis_of(engine.module)))
             close(engine)
 
         cls.close = closing

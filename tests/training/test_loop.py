@@ -150,7 +150,7 @@ def copies_case(run_dir: str) -> None:
     finally:
         engines.TorchEngine.__init__ = build
     (model,) = models
-    assemble(dict(model.named_parameters()), parameter_shards(model))  # fails when copies are not bitwise equal
+    assemble(dict(model.named_parameters()), parameter_shards(model), model.tensor_axis)  # fails when copies are not bitwise equal
 
 
 def test_copies_are_bitwise_equal_after_twenty_steps(tmp_path):
