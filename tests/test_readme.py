@@ -43,8 +43,9 @@ def test_commands_of_the_readme(command, tmp_path):
     assert launcher == ["python"] or (launcher[:3] == ["torchrun", *options] and len(launcher) == 4), command
     size = int(launcher[3]) if len(launcher) > 1 else 1
     shown = run(size, main_case, [*overrides, *SHORT], str(tmp_path), timeout=100)
-    assert len(list(tmp_path.glob("runs/**/summary.json"))) == (4 if "-m" in overrides else 1)
-    assert [text.count("validation bits per byte") for text in shown] == [4 if "-m" in overrides else 1] + [0] * (size - 1)
+    jobs = 4 if "-m" in overrides else 1
+    assert len(list(tmp_path.glob("runs/**/summary.json"))) == jobs
+    assert [text.count("validation bits per byte") for text in shown] == [jobs] + [0] * (size - 1)
 
 
 def main_case(overrides: list[str], folder: str) -> str:
