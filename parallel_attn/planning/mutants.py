@@ -90,7 +90,7 @@ class Patches:
         self.hits = {mutant.name: 0 for mutant in self.mutants}
         self._undo: list[tuple[Any, str, Any]] = []
 
-    def __enter__(self) -> Patches:
+    def __enter__(self) -> Patches:  # noqa: PYI034 - Self needs Python 3.11
         for each in self.mutants:
             owner = importlib.import_module(each.module)
             *path, leaf = each.attribute.split(".")
