@@ -14,128 +14,15 @@ It is not asked for calls over an axis of one rank, where there is nothing to ge
 
 from __future__ import annotations
 
-import difflib
-import functools
-import importlib
-import textwrap
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from parallel_attn.collectives import all_reduce, reduce
-from parallel_attn.errors import SettingsError
-from parallel_attn.mesh import AxisGroup
+from parallel_attn.collectives import all_gather, all_reduce, copy, reduce
+from parallel_attn.planning.mutation import Patches, applied, find, listing, mutant, watched
+from parallel_attn.sharding import scale_ranges
 
-
-@dataclass(frozen=True)
-class Mutant:
-    """`wrong(original, *args)` in place of `original(*args)`, wherever `touches(*args)`."""
-
-    name: str
-    bug: str
-    module: str
-    attribute: str
-    wrong: Callable
-    touches: Callable[..., bool] | None = None
-
-    def is_hit(self, *args: Any, **kwargs: Any) -> bool:
-        if any(isinstance(value, AxisGroup) and value.degree == 1 for value in (*args, *kwargs.values())):
-            return False
-        return self.touches is None or self.touches(*args, **kwargs)
-
-
-_MUTANTS: dict[str, Mutant] = {}
-
-
-def mutant(module: str, attribute: str, *, touches: Callable[..., bool] | None = None) -> Callable:
-    """Registers the decorated function as a mutant under its own name; its docstring says what it copies."""
-
-    def register(wrong: Callable) -> Callable:
-        bug = " ".join(wrong.__doc__.split())
-        _MUTANTS[wrong.__name__] = Mutant(wrong.__name__, bug, module, attribute, wrong, touches)
-        return wrong
-
-    return register
-
-
-def find(name: str) -> Mutant:
-    """Raises SettingsError for an unknown name, with the nearest one."""
-    if name not in _MUTANTS:
-        near = difflib.get_close_matches(name, _MUTANTS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise SettingsError(f"--mutate {name}: no such mutant; {hint}`--mutate list` names them")
-    return _MUTANTS[name]
-
-
-def listing() -> str:
-    """All mutants by name, each with the bug that it copies, for a terminal."""
-    lines = []
-    for each in _MUTANTS.values():
-        lines += [each.name, *textwrap.wrap(each.bug, 108, initial_indent="    ", subsequent_indent="    ")]
-    return "\n".join(lines)
-
-
-class Patches:
-    """Context that puts mutants in place, or only counts where they would act (`watch`); may be entered again.
-
-    hits: name -> calls so far that the mutant got wrong, on this rank.
-    """
-
-    def __init__(self, mutants: Iterable[Mutant], *, watch: bool = False) -> None:
-        self.mutants, self.watch = list(mutants), watch
-        self.hits = {mutant.name: 0 for mutant in self.mutants}
-        self._undo: list[tuple[Any, str, Any]] = []
-
-    def __enter__(self) -> Patches:  # noqa: PYI034 - Self needs Python 3.11
-        for each in self.mutants:
-            owner = importlib.import_module(each.module)
-            *path, leaf = each.attribute.split(".")
-            for name in path:
-                owner = getattr(owner, name)
-            original = vars(owner)[leaf]
-            if isinstance(original, property):
-                standin: Any = property(self._standin(each, original.fget))
-            else:
-                standin = self._standin(each, original)
-            self._undo.append((owner, leaf, original))
-            setattr(owner, leaf, standin)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._undo:
-            setattr(*self._undo.pop())
-
-    def _standin(self, each: Mutant, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def standin(*args: Any, **kwargs: Any) -> Any:
-            if not each.is_hit(*args, **kwargs):
-                return original(*args, **kwargs)
-            self.hits[each.name] += 1
-            return original(*args, **kwargs) if self.watch else each.wrong(original, *args, **kwargs)
-
-        return standin
-
-    def total_hits(self, axis: AxisGroup) -> dict[str, int]:
-        """Hits of all ranks together."""
-        counts = torch.tensor(list(self.hits.values()))
-        if axis.degree > 1:
-            dist.all_reduce(counts, group=axis.group)
-        return dict(zip(self.hits, counts.tolist()))
-
-
-def applied(name: str | None) -> Patches:
-    """The mutant called `name`; None: nothing."""
-    return Patches([] if name is None else [find(name)])
-
-
-def watched() -> Patches:
-    """All mutants, none of them in force: after a pass, `hits` says which of them this code can meet."""
-    return Patches(_MUTANTS.values(), watch=True)
-
+__all__ = ["Patches", "applied", "find", "listing", "watched"]
 
 # ---- linear layers -------------------------------------------------------------------------------------------------
 
@@ -179,47 +66,146 @@ def kv_copies_not_summed(original, layer):
     return layer.weight, layer.bias
 
 
-# ---- norms of queries and keys -------------------------------------------------------------------------------------
+# ---- norms -----------------------------------------------------------------------------------------------------------
 
 
-@mutant("parallel_attn.nn.norm", "copy")
-def head_norm_gain_not_summed(original, x, axis):
-    """The gain of a norm per head, replicated, sees on each rank only the gradient of that rank's heads."""
-    return x
+def _rank_local(norm, dtype) -> bool:
+    return norm.rank_local and norm.tensor_axis.degree > 1
 
 
-@mutant("parallel_attn.nn.norm", "copy")
-def head_norm_gain_summed_at_every_pass(original, x, axis):
-    """A hook sums the accumulated gradient of the gain: right for one pass, wrong from the second micro batch on."""
+def _gain(norm, weight, dtype):
+    return weight.to(dtype) + 1 if norm.zero_centered else weight.to(dtype)
+
+
+@mutant("parallel_attn.nn.norm", "RMSNorm.gain", touches=_rank_local)
+def norm_gain_not_summed(original, norm, dtype):
+    """The replicated gain of a norm on sharded heads or on gathered latents sees only the gradient of its rank's heads."""
+    return _gain(norm, norm.weight, dtype)
+
+
+@mutant("parallel_attn.nn.norm", "RMSNorm.gain", touches=_rank_local)
+def norm_gain_summed_at_every_pass(original, norm, dtype):
+    """A hook sums the accumulated gradient of a gain: right for one pass, wrong from the second micro batch on."""
 
     def hook(parameter):
-        parameter.grad.copy_(all_reduce(parameter.grad, axis))
+        parameter.grad.copy_(all_reduce(parameter.grad, norm.tensor_axis))
 
-    if not x._post_accumulate_grad_hooks:
-        x.register_post_accumulate_grad_hook(hook)
-    return x
+    if not norm.weight._post_accumulate_grad_hooks:
+        norm.weight.register_post_accumulate_grad_hook(hook)
+    return _gain(norm, norm.weight, dtype)
 
 
-@mutant("parallel_attn.attention.grouped", "copy", touches=lambda x, axis: x.dim() == 3)
+@mutant("parallel_attn.nn.norm", "HeadGain.forward", touches=lambda gain, dtype: gain.copies.degree > 1)
+def head_gain_not_summed(original, gain, dtype):
+    """The gain of a KV or latent head that several ranks hold (full-width key norm, grouped latents), without their sum."""
+    return _gain(gain, gain.weight, dtype).unflatten(0, (-1, gain.width))
+
+
+@mutant("parallel_attn.attention.grouped", "copy")
 def statistic_gradient_not_summed(original, x, axis):
     """The full-width norm's sum of squares without its copy: its gradient covers this rank's heads only."""
     return x
 
 
-@mutant(
-    "parallel_attn.sharding",
-    "HeadPlan.owns_kv",
-    touches=lambda plan, rank: plan.holders(rank)[0] != rank,
-)
+@mutant("parallel_attn.sharding", "HeadPlan.owns_kv", touches=lambda plan, rank: plan.holders(rank)[0] != rank)
 def statistic_counts_every_copy(original, plan, rank):
     """A KV head on several ranks enters the full-width key norm's sum of squares once per rank."""
     return True
 
 
-@mutant("parallel_attn.attention.grouped", "copy", touches=lambda x, axis: x.dim() == 1)
-def full_norm_gain_not_summed(original, x, axis):
-    """The full-width key norm's gain of a KV head on several ranks, without the sum over its holders."""
-    return x
+# ---- latents and their rope key ------------------------------------------------------------------------------------
+
+
+def _with_rope_key(layer, latents) -> bool:
+    """Multi-head latent attention, whose rope key comes last."""
+    return layer.tensor_axis.degree > 1 and layer.rope_dim > 0 and not hasattr(layer.config, "num_latent_heads")
+
+
+class _OwnPart(torch.autograd.Function):
+    """Identity whose gradient keeps `part` only: of a sum over ranks, what this rank itself had to give."""
+
+    @staticmethod
+    def forward(ctx, x, part):
+        ctx.save_for_backward(part)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+def _own_features(layer, x, shard, first):
+    """1 for the features of x that this rank's slice of a down projection makes; x begins at its feature `first`."""
+    start, stop = shard.ranges[shard.rank]
+    feature = torch.arange(first, first + x.shape[-1], device=x.device)
+    return ((feature >= start) & (feature < stop)).to(x.dtype)
+
+
+@mutant("parallel_attn.attention.latent", "LatentAttention.head_local", touches=_with_rope_key)
+def rope_key_gradient_not_summed(original, layer, latents):
+    """The shared rope key without the sum that the latents get: the forward is exact, its rows of the gradient are not."""
+    if layer.sharded:
+        own = _own_features(layer, latents[-1], layer.kv_a.shards["weight"], layer.latent_dim)
+        return original(layer, [*latents[:-1], _OwnPart.apply(latents[-1], own)])
+    return [*original(layer, latents[:-1]), latents[-1]]
+
+
+@mutant("parallel_attn.attention.latent", "LatentAttention.head_local", touches=_with_rope_key)
+def rope_key_gradient_summed_twice(original, layer, latents):
+    """The shared rope key gets a copy of its own beside the sum that it has already."""
+    return [*(whole := original(layer, latents))[:-1], copy(whole[-1], layer.tensor_axis)]
+
+
+@mutant(
+    "parallel_attn.attention.latent",
+    "LatentAttention.head_local",
+    touches=lambda layer, latents: layer.tensor_axis.degree > 1 and len(latents) > 0,
+)
+def latent_gradient_not_summed(original, layer, latents):
+    """A latent that each rank expands for its own heads, without the sum of what comes back from them."""
+    if not layer.sharded:
+        return [latents[0], *original(layer, latents[1:])]
+    shard = (layer.q_a if hasattr(layer.config, "num_latent_heads") else layer.kv_a).shards["weight"]
+    return original(layer, [_OwnPart.apply(latents[0], _own_features(layer, latents[0], shard, 0)), *latents[1:]])
+
+
+# ---- gate, dropout -------------------------------------------------------------------------------------------------
+
+
+@mutant(
+    ("parallel_attn.attention.grouped", "parallel_attn.attention.latent", "parallel_attn.attention.tied",
+     "parallel_attn.attention.cross"),
+    "column_parallel",
+    touches=lambda x, layers, **_: layers[-1].placement.name.endswith("gate") and layers[-1].tensor_axis.degree > 1,
+)  # fmt: skip
+def gate_reads_input_past_its_copy(original, x, layers, **settings):
+    """The gate projects x beside the other projections: its part of the input gradient is not summed."""
+    others = original(x, layers[:-1], **settings) if layers[:-1] else ()
+    return *others, *original(x, layers[-1:], summed=False)
+
+
+@mutant(
+    "parallel_attn.attention.base",
+    "Attention.output",
+    touches=lambda layer, heads, gate: gate is not None and layer.plan.num_kv_heads < layer.tensor_axis.degree,
+)
+def gate_cut_by_kv_group(original, layer, heads, gate):
+    """With fewer KV heads than ranks, gate rows are cut by KV head: every rank of a run takes the first one's rows."""
+    width = gate.shape[-1] // heads.shape[2]
+    plan, axis = layer.plan, layer.tensor_axis
+    whole = all_gather(gate, axis, -1, scale_ranges(plan.query_heads, width))
+    start = plan.kv_heads[axis.rank][0] * plan.group_size * width
+    return original(layer, heads, whole[..., start : start + gate.shape[-1]])
+
+
+@mutant(
+    "parallel_attn.attention.base",
+    "Dropout",
+    touches=lambda rate, seed, layer, step, samples, heads: heads[0] > 0,
+)
+def dropout_masks_by_local_head(original, rate, seed, layer, step, samples, heads):
+    """Dropout masks numbered by local head: the heads of every rank get the masks of the first rank's."""
+    return original(rate, seed, layer, step, samples, (0, heads[1] - heads[0]))
 
 
 # ---- vocabulary, gradient norm, initial weights --------------------------------------------------------------------

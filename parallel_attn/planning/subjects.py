@@ -78,9 +78,9 @@ def layer_subject(config: Config, device: str = "cpu") -> Subject:
             dtype=dtype,
         )
 
-    passes = {"no masks": lambda layer, inputs: layer(inputs[0])}
+    passes = {"no masks": lambda layer, inputs: layer(inputs[0], **dropout_place())}
     if masks:
-        passes[" and ".join(masks)] = lambda layer, inputs: layer(inputs[0], **masks)
+        passes[" and ".join(masks)] = lambda layer, inputs: layer(inputs[0], **masks, **dropout_place())
     return Subject("layer", build, [x], passes, f"x ({BATCH}, {LENGTH}, {width}); {', then '.join(passes)}")
 
 
@@ -95,6 +95,11 @@ def layer_masks(cls: type) -> dict[str, Tensor]:
     return {name: mask for name, mask in masks.items() if name in taken}
 
 
+def dropout_place() -> dict[str, Any]:
+    """Where in a run the inputs stand: what dropout masks depend on."""
+    return {"samples": torch.arange(BATCH) + 5, "step": 3}
+
+
 def model_subject(config: Config, device: str = "cpu") -> Subject:
     """The whole model: tokens and targets (B, S), some targets ignored -> the mean loss, as the configuration smooths it."""
     vocabulary = config.model.vocab_size
@@ -104,6 +109,7 @@ def model_subject(config: Config, device: str = "cpu") -> Subject:
     targets[:, ::7] = IGNORE
     valid = (targets != IGNORE).sum()
     settings: dict[str, Any] = {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
+    settings |= dropout_place()
     if config.data.config.documents:
         settings["document_ids"] = layer_masks(config.attention.cls)["document_ids"]
     what = f"{_depth(config.model)}, vocabulary {vocabulary}, tokens ({BATCH}, {LENGTH}), {int(valid)} valid targets"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -24,7 +25,7 @@ from parallel_attn.planning.processes import RankFailed, run_world
 from parallel_attn.planning.report import heading, table, verdict
 from parallel_attn.planning.subjects import PRECISIONS, Subject, cut
 from parallel_attn.training.config import Config, parse, plain_config
-from parallel_attn.training.exits import FAILED_EXIT, INTERRUPTED_EXIT, SETTINGS_EXIT
+from parallel_attn.training.exits import FAILED_EXIT, SETTINGS_EXIT
 from parallel_attn.training.overrides import compose_checked
 from parallel_attn.training.pretrain import versions
 
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
         return FAILED_EXIT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED_EXIT
+        return 128 + signal.SIGINT
     except Exception:  # noqa: BLE001 - whatever it was, it is told in full and the exit code is not that of a verdict
         traceback.print_exc()
         return FAILED_EXIT

@@ -12,12 +12,20 @@ from parallel_attn.planning.subjects import PRECISIONS
 from parallel_attn.planning.verify import configuration
 from tests.world import run
 
-TINY = ("model.hidden_size=32", "model.num_heads=6", "attention.head_dim=8", "model.mlp.hidden_size=50")
-TINY += ("model.vocab_size=31", "model.num_layers=1")
-# Between them they meet every mutant: KV heads on several ranks of three, both norms, biases.
+TINY = ("model.hidden_size=32", "model.num_heads=6", "model.mlp.hidden_size=50", "model.vocab_size=31")
+TINY += ("model.num_layers=1",)
+GROUPED = ("attention.head_dim=8", "attention.bias=all")
+# Between them they meet every mutant: KV heads on several ranks of three, both norms, gate, dropout, biases, latents.
 CONFIGURATIONS = {
-    "full": ("attention=gqa", "attention.num_kv_heads=2", "attention.bias=all", "attention.qk_norm=full"),
-    "head": ("attention=mqa", "attention.bias=all", "attention.qk_norm=head"),
+    "full": (
+        *("attention=gqa", *GROUPED, "attention.num_kv_heads=2", "attention.qk_norm=full"),
+        *("attention.gate=elementwise", "attention.dropout=0.1"),
+    ),
+    "head": ("attention=mqa", *GROUPED, "attention.qk_norm=head"),
+    "latent": (
+        *("attention=mla", "attention.kv_lora_rank=16", "attention.q_lora_rank=12"),
+        *("attention.qk_nope_head_dim=8", "attention.qk_rope_head_dim=4", "attention.v_head_dim=8"),
+    ),
 }
 PARTS = ("layer", "model")
 
@@ -63,14 +71,14 @@ def test_every_mutant_is_met_and_red(dtype):
 
 def unmet_case(config) -> str:
     with pytest.raises(SettingsError) as caught:
-        certificate.certify(config, PARTS, "full_norm_gain_not_summed")
+        certificate.certify(config, PARTS, "head_gain_not_summed")
     return str(caught.value)
 
 
 def test_a_mutant_that_touches_nothing_is_refused_and_others_are_named():
     messages = run(3, unmet_case, configured("head", torch.float64))
-    assert len(set(messages)) == 1 and "full_norm_gain_not_summed: nothing here to get wrong" in messages[0]
-    assert "head_norm_gain_not_summed" in messages[0] and "statistic" not in messages[0]
+    assert len(set(messages)) == 1 and "head_gain_not_summed: nothing here to get wrong" in messages[0]
+    assert "norm_gain_not_summed, norm_gain_summed" in messages[0] and "statistic" not in messages[0]
 
 
 def test_code_is_as_it_was_after_a_mutant_also_after_an_error():
