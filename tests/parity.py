@@ -32,7 +32,7 @@ def check(found: parity.Parity, bounds: dict[str, float]) -> None:
 def assemble(local: dict[str, Tensor], shards: dict, axis: AxisGroup) -> dict[str, Tensor]:
     """Full tensors by name, on every rank; copies must be bitwise equal."""
     full = {}
-    for name, shard in shards.items():
-        full[name], equal = parity.collect(local[name], shard, axis)
+    for name, tensor, equal in parity.collect(local, shards, axis):
         assert equal, f"{name}: copies differ"
+        full[name] = tensor
     return full

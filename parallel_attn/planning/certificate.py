@@ -25,7 +25,7 @@ class Outcome:
     hits: int = 0
 
 
-def certify(config: Config, parts: Sequence[str], mutate: str | None = None) -> dict[str, Outcome]:
+def certify(config: Config, parts: Sequence[str], mutate: str | None = None, *, steps: int = 3) -> dict[str, Outcome]:
     """Compares the subjects `parts` of a configuration on the axis of the whole world with one process.
 
     Raises SettingsError when the mutant `mutate` meets nothing here, naming those that do.
@@ -38,8 +38,8 @@ def certify(config: Config, parts: Sequence[str], mutate: str | None = None) -> 
     for subject in subjects:
         patches, found = mutants.applied(mutate), Parity()
         for forward in subject.passes.values():
-            pass_ = compare(axis, subject.build, forward, subject.inputs, seed=config.train.seed, mutation=patches)
-            found = found.merge(pass_)
+            settings = {"steps": steps, "seed": config.train.seed, "mutation": patches}
+            found = found.merge(compare(axis, subject.build, forward, subject.inputs, **settings))
         outcomes[subject.name] = Outcome(found, sum(patches.total_hits(axis).values()))
     return outcomes
 

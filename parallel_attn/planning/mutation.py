@@ -80,7 +80,7 @@ class Patches:
         self.hits = {mutant.name: 0 for mutant in self.mutants}
         self._undo: list[tuple[Any, str, Any]] = []
 
-    def __enter__(self) -> Patches:
+    def __enter__(self) -> Patches:  # noqa: PYI034 - Self needs Python 3.11
         for each, module in ((each, module) for each in self.mutants for module in each.modules):
             owner = importlib.import_module(module)
             *path, leaf = each.attribute.split(".")

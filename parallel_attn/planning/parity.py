@@ -7,7 +7,7 @@ slices of the sharded one are collected by plain all-gathers: none of the code u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -139,14 +139,24 @@ def gather_ranks(local: Tensor, shapes: Sequence[tuple[int, ...]], axis: AxisGro
     return [piece[:size].view(shape) for piece, size, shape in zip(pieces, sizes, shapes)]
 
 
-def collect(local: Tensor, shard: ParameterShard, axis: AxisGroup) -> tuple[Tensor, bool]:
-    """The full tensor out of every rank's slice, on every rank, and whether all copies of a slice are bitwise equal."""
-    ranks = range(shard.degree)
-    pieces = gather_ranks(local, [shard.local_shape(rank) for rank in ranks], axis)
-    first = [next(r for r in ranks if shard.range_of(r) == shard.range_of(rank)) for rank in ranks]
-    equal = all(torch.equal(pieces[rank], pieces[first[rank]]) for rank in ranks)
-    parts = [pieces[rank] for rank in shard.writers]
-    return (parts[0] if shard.dim is None else torch.cat(parts, dim=shard.dim)), equal
+def collect(
+    local: Mapping[str, Tensor], shards: Mapping[str, ParameterShard], axis: AxisGroup
+) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, full tensor out of every rank's slice, whether all copies of a slice are bitwise equal), on every rank.
+
+    One all-gather for all of them."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in local.values()])
+    ranks = range(axis.degree)
+    sizes = {name: [math.prod(shards[name].local_shape(rank)) for rank in ranks] for name in local}
+    of_ranks = gather_ranks(flat, [(sum(of[rank] for of in sizes.values()),) for rank in ranks], axis)
+    parts = [dict(zip(local, piece.split([of[rank] for of in sizes.values()]))) for rank, piece in enumerate(of_ranks)]
+    for name, tensor in local.items():
+        shard = shards[name]
+        pieces = [parts[rank][name].view(shard.local_shape(rank)).to(tensor.dtype) for rank in ranks]
+        first = [next(r for r in ranks if shard.range_of(r) == shard.range_of(rank)) for rank in ranks]
+        equal = all(torch.equal(pieces[rank], pieces[first[rank]]) for rank in ranks)
+        slices = [pieces[rank] for rank in shard.writers]
+        yield name, (slices[0] if shard.dim is None else torch.cat(slices, dim=shard.dim)), equal
 
 
 def compare(
@@ -231,8 +241,8 @@ def _compare_parameters(found: Parity, kind: str, sharded, reference, shards: di
     if kind == GRADIENTS and reference is not None:
         least = GRADIENT_FLOOR * max(value(p).abs().max().item() for p in reference.parameters())
     squares = torch.zeros((), dtype=torch.float64)
-    for name, parameter in sharded.named_parameters():
-        full, equal = collect(value(parameter), shards[name], axis)
+    local = {name: value(parameter) for name, parameter in sharded.named_parameters()}
+    for name, full, equal in collect(local, shards, axis):
         if not equal and name not in found.unequal:
             found.unequal.append(name)
         if reference is not None:

@@ -76,8 +76,9 @@ def spoilt_case(amount, what) -> Parity:
 @pytest.mark.parametrize("amount", [1e-6, math.nan, math.inf])
 def test_an_error_on_the_last_rank_is_everybodys_result(amount):
     for found in run(3, spoilt_case, amount, "shard"):
-        assert found.worst_parameter()[0] == "left.bias" and GRADIENTS in found.failures(BOUNDS[torch.float64])
+        assert GRADIENTS in found.failures(BOUNDS[torch.float64])
         assert math.isinf(found.gradients["left.bias"]) != math.isfinite(amount)
+        assert found.worst_parameter()[0] == "left.bias" or not math.isfinite(amount)  # a NaN spreads to all weights
 
 
 def test_the_worse_of_two_passes_is_kept():
