@@ -94,11 +94,14 @@ class Dropout:
         other.rate, other.keys, other.queries, other.slots = self.rate, keys, queries, slots
         return other
 
-    def multiplier(self, dtype: torch.dtype) -> Tensor:
-        """(B, H, S, T): 0 where a weight is dropped, 1 / (1 - rate) elsewhere."""
-        cell = (self.queries.unsqueeze(1) << 32) + self.slots  # (S, T)
-        bits = (_mixed(self.keys.view(*self.keys.shape, 1, 1) + _mixed(cell)) >> 11) & (2**53 - 1)
-        return (bits >= int(self.rate * 2**53)).to(dtype) / (1 - self.rate)
+    def kept(self) -> Tensor:
+        """(B, H, S, T) bool: False where a weight is dropped. What is kept grows by 1 / (1 - rate)."""
+        cell = _mixed((self.queries.unsqueeze(1) << 32) + self.slots)  # (S, T)
+        bits = self.keys.view(*self.keys.shape, 1, 1) + cell
+        # The finalizer's last steps, in place: only the top bits decide, and its last shift leaves those alone.
+        bits.bitwise_xor_(bits >> 30).mul_(_MULTIPLIERS[0])
+        bits.bitwise_xor_(bits >> 27).mul_(_MULTIPLIERS[1])
+        return bits >= int(self.rate * 2**64) - 2**63
 
 
 def _digest(seed: int, name: str) -> int:

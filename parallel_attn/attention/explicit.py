@@ -76,8 +76,9 @@ def _block(q, k, v, allowed, sinks, scale, soft_cap, dropout: Dropout | None) ->
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + (sink - top).exp()
-    weights = weights / total.masked_fill(total == 0, 1)
+    total = total.masked_fill(total == 0, 1)
     if dropout is not None:
-        weights = weights * dropout.multiplier(weights.dtype)
+        weights, total = weights * dropout.kept(), total * (1 - dropout.rate)
+    weights = weights / total
     weights = weights.to(v.dtype).unflatten(1, (k.shape[2], -1))
     return torch.einsum("bkgst,btke->bskge", weights, v).flatten(2, 3)
