@@ -91,12 +91,9 @@ class Attention(ShardedModule, ABC):
         if heads < 1 or self.hidden_size % heads:
             raise SettingsError(
                 f"attention.num_heads={heads} does not divide model.hidden_size={self.hidden_size}: "
-                f"set {self.width_keys}"
+                "set attention.head_dim"
             )
         return self.hidden_size // heads
-
-    width_keys: ClassVar[str] = "attention.head_dim"
-    """The keys that say what `even_share` would guess."""
 
     # ---- what subclasses build from -------------------------------------------------------------------------------
 

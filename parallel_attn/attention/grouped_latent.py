@@ -29,7 +29,7 @@ class GroupedLatentAttention(LatentAttention):
 
     Parameters (full shapes): queries as in MultiHeadLatentAttention; kv_a.weight (n C, D), kv_a_norm gain (n C,) with a gain
     for each latent, k_rope.weight (R, D), kv_b.weight (H (N + Ev), C), o.weight (D, H Ev). `bias=all`: q_a, kv_a, k_rope and o.
-    Defaults in units of hidden_size / num_heads: N 1, R 1/2, C 2, Ev N; n 2.
+    Defaults in units of hidden_size / num_heads, rounded down: N 1, R 1/2, C 2, Ev N; n 2.
     """
 
     Config = GroupedLatentConfig

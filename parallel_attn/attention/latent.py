@@ -41,7 +41,6 @@ class LatentAttention(Attention):
 
     latents_per_head_dim: int
     """Default latent width, in units of hidden_size / num_heads."""
-    width_keys = "attention.kv_lora_rank, attention.qk_nope_head_dim and attention.qk_rope_head_dim"
     cannot_honour = {
         "head_dim": _OWN_WIDTHS,
         "qk_norm": "norms its latents instead (attention.latent_norm)",
@@ -54,13 +53,15 @@ class LatentAttention(Attention):
         check_choice("attention.down_projection", config.down_projection, ("auto", "sharded", "replicated"))
         check_choice("attention.bias", config.bias, ("none", "all"))  # its projections by head have none in any model
 
-        def width(key: str, default) -> int:
+        def width(key: str, default: int) -> int:
             value = getattr(config, key)
-            return default() if value is None else value
+            return default if value is None else value
 
-        self.nope_dim = width("qk_nope_head_dim", self.even_share)
-        self.rope_dim = width("qk_rope_head_dim", lambda: max(2, self.even_share() // 4 * 2))
-        self.latent_dim = width("kv_lora_rank", lambda: self.latents_per_head_dim * self.even_share())
+        # No width has to be a part of D here: what does not divide is rounded down.
+        unit = max(1, self.hidden_size // max(1, config.num_heads))
+        self.nope_dim = width("qk_nope_head_dim", unit)
+        self.rope_dim = width("qk_rope_head_dim", max(2, unit // 4 * 2))
+        self.latent_dim = width("kv_lora_rank", self.latents_per_head_dim * unit)
         self.q_latent_dim = config.q_lora_rank
         if self.latent_dim < 1:
             raise SettingsError(f"attention.kv_lora_rank={self.latent_dim} must be at least 1")
@@ -153,7 +154,7 @@ class MultiHeadLatentAttention(LatentAttention):
     Parameters (full shapes): q.weight (H (N + R), D), or q_a.weight (q_lora_rank, D), q_a_norm gain, q_b.weight
     (H (N + R), q_lora_rank); kv_a.weight (C + R, D), kv_a_norm gain (C,), kv_b.weight (H (N + Ev), C), o.weight (D, H Ev).
     `bias=all`: q_a, kv_a and o. `qk_rope_head_dim=0`: the plain latent form, without positions.
-    Defaults in units of hidden_size / num_heads: N 1, R 1/2, C 4, Ev N.
+    Defaults in units of hidden_size / num_heads, rounded down: N 1, R 1/2, C 4, Ev N.
     """
 
     Config = LatentConfig
