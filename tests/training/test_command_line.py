@@ -106,7 +106,7 @@ def test_a_run_id_that_never_changes_takes_over_no_finished_run(tmp_path):
 )
 def test_a_signal_ends_all_ranks_in_seconds_with_the_log_whole(tmp_path, size, number):
     launcher = [] if size == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    settings = (*SMALL, "train.steps=100000", "train.log_every=1", "eval.every=0", f"parallel.tensor={size}")
+    settings = (*SMALL, "train.steps=3000", "train.log_every=1", "eval.every=0", f"parallel.tensor={size}")
     job = subprocess.Popen(
         [sys.executable, *launcher, str(TRAIN), *settings, "tracking.wandb.mode=offline"],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
