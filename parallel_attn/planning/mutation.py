@@ -81,7 +81,7 @@ class Patches:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Patches:  # noqa: PYI034 - Self needs Python 3.11
-        for each, module in ((each, module) for each in self.mutants for module in each.modules):
+        for each, module in [(one, module) for one in self.mutants for module in one.modules]:
             owner = importlib.import_module(module)
             *path, leaf = each.attribute.split(".")
             for name in path:
