@@ -9,14 +9,14 @@ import torch
 
 from parallel_attn import costs
 from parallel_attn.mesh import Mesh
-from parallel_attn.models import DecoderLM
+from parallel_attn.models import LanguageModel
 from parallel_attn.tracking import Tracker
 from parallel_attn.training.config import Config
 
 IMBALANCE_WARNING = 1.25
 
 
-def announce(tracker: Tracker, config: Config, model: DecoderLM, mesh: Mesh, micro: int, accumulation: int, samples: int):
+def announce(tracker: Tracker, config: Config, model: LanguageModel, mesh: Mesh, micro: int, accumulation: int, samples: int):
     """Layout table and warnings, on rank 0's console. `samples`: training samples in an epoch."""
     replicas, degree = mesh.data.degree, mesh.tensor.degree
     settings = config.train
@@ -27,9 +27,11 @@ def announce(tracker: Tracker, config: Config, model: DecoderLM, mesh: Mesh, mic
     )
     if degree > 1:
         parameters = [f"{costs.local_parameters(model, rank):,}" for rank in range(degree)]
-        for line in model.plan.table(parameters=parameters).splitlines():
-            tracker.notice(line)
-    for warning in warnings(config, model.plan.imbalance, mesh, samples):
+        for layers, plan in model.plans.items():
+            for line in f"{layers}: {plan.table(parameters=parameters)}".splitlines():
+                tracker.notice(line)
+    imbalance = max(plan.imbalance for plan in model.plans.values())
+    for warning in warnings(config, imbalance, mesh, samples):
         tracker.warn(warning)
 
 
