@@ -16,7 +16,9 @@ from parallel_attn.training.config import Config
 IMBALANCE_WARNING = 1.25
 
 
-def announce(tracker: Tracker, config: Config, model: LanguageModel, mesh: Mesh, micro: int, accumulation: int, samples: int):
+def announce(
+    tracker: Tracker, config: Config, model: LanguageModel, mesh: Mesh, micro: int, accumulation: int, samples: int
+):
     """Layout table and warnings, on rank 0's console. `samples`: training samples in an epoch."""
     replicas, degree = mesh.data.degree, mesh.tensor.degree
     settings = config.train
@@ -25,6 +27,10 @@ def announce(tracker: Tracker, config: Config, model: LanguageModel, mesh: Mesh,
         f"rank{'s' * (degree > 1)} on {mesh.device.type}; {settings.global_batch_size} samples of {settings.seq_len} "
         f"tokens per step = {replicas} x {accumulation} x {micro}; {samples:,} samples in an epoch"
     )
+    if context := model.context_tokens(settings.seq_len):
+        tracker.notice(
+            f"the encoder reads the first {context} tokens of a sample, the decoder writes the other {settings.seq_len - context}"
+        )
     if degree > 1:
         parameters = [f"{costs.local_parameters(model, rank):,}" for rank in range(degree)]
         for layers, plan in model.plans.items():
