@@ -1,13 +1,21 @@
 """What the README shows is run: its commands as written (with few steps, unless --all), its Python as it stands."""
 
+import contextlib
+import io
+import os
 import re
 import shlex
 import shutil
 import sys
+from unittest import mock
 
 import pytest
 
+from parallel_attn import AxisGroup
+from parallel_attn.training.config import parse
 from tests.command import ROOT, execute, torchrun
+from tests.training.composed import composed
+from tests.world import run
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
@@ -31,6 +39,35 @@ def test_the_readme_has_commands():
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_the_readme(command, tmp_path):
+    """In a world of as many ranks as the command starts, through the function that train.py calls."""
+    shutil.copy(ROOT / "README.md", tmp_path)
+    launcher, overrides = (shlex.split(part) for part in command.split(" train.py"))
+    options = ["--standalone", "--nproc-per-node"]
+    assert launcher == ["python"] or (launcher[:3] == ["torchrun", *options] and len(launcher) == 4), command
+    size = int(launcher[3]) if len(launcher) > 1 else 1
+    shown = run(size, main_case, [*overrides, *SHORT], str(tmp_path), timeout=100)
+    jobs = 4 if "-m" in overrides else 1
+    assert len(list(tmp_path.glob("runs/**/summary.json"))) == jobs
+    assert [text.count("validation bits per byte") for text in shown] == [jobs] + [0] * (size - 1)
+
+
+def main_case(overrides: list[str], folder: str) -> str:
+    """What train.py's main prints on this rank."""
+    from parallel_attn.training import entry
+
+    os.chdir(folder)
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as shown,
+        mock.patch.object(sys, "argv", ["train.py", *overrides]),
+        mock.patch("parallel_attn.mesh.shutdown"),  # the process group is the world's
+    ):
+        entry.main()
+    return shown.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands())
+def test_commands_of_the_readme_in_processes_of_their_own(command, tmp_path):
     shutil.copy(ROOT / "README.md", tmp_path)
     arguments = shlex.split(command)
     if arguments[0] == "torchrun":
@@ -54,6 +91,33 @@ def test_the_layer_example_runs_on_two_ranks_and_is_short(tmp_path):
     assert result.returncode == 0, result.stderr
     losses = {rank: re.findall(rf"rank {rank} step \d loss (\d+\.\d{{6}})", result.stdout) for rank in (0, 1)}
     assert len(losses[0]) == 5 and losses[0] == losses[1] and float(losses[0][-1]) < float(losses[0][0])
+
+
+SHARED = {"mha": "kv", "mqa": "kv", "gqa": "kv", "mla": "c", "gla": "c", "gta": "t"}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_the_drawing_of_heads_on_ranks_is_that_of_the_plans(name):
+    config = parse(composed(f"attention={name}")).attention
+    plan = config.cls(128, config.config, tensor_parallel=AxisGroup(None, 0, 4), name="a", device="meta").plan
+    cells = []
+    for rank in range(4):
+        prime = "" if plan.owns_kv(rank) else "'"
+        numbered = plan.num_kv_heads > 1 or SHARED[name] == "kv"
+        held = [f"{SHARED[name]}{head if numbered else ''}{prime}" for head in range(*plan.kv_heads[rank])]
+        rope_key = ["r" + "'" * (rank > 0)] if SHARED[name] != "kv" else []
+        cells.append(" ".join([f"q{head}" for head in range(*plan.query_heads[rank])]) + " | " + " ".join(held + rope_key))
+    line = next(line for line in README.splitlines() if line.split()[:2] == [name, "q0"])
+    assert re.split(r"\s{2,}", line.strip()) == [name, *cells]
+
+
+def test_settings_of_attention_named_in_the_readme_are_taken():
+    row = next(line for line in README.splitlines() if line.startswith("| its settings |"))
+    settings = re.findall(r"`(attention\.[^`]*)`", row)
+    assert len(settings) >= 10
+    for setting in settings:
+        config = parse(composed("attention=gqa", setting)).attention
+        config.cls(128, config.config, name="a", device="meta")
 
 
 def test_the_plan_example_prints_what_the_readme_shows(capsys):
