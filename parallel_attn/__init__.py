@@ -11,7 +11,7 @@ from parallel_attn.attention import (
 )
 from parallel_attn.errors import NonFiniteLoss, SettingsError
 from parallel_attn.mesh import AxisGroup
-from parallel_attn.models import DecoderLM, ModelConfig
+from parallel_attn.models import DecoderLM, EncoderDecoderConfig, EncoderDecoderLM, LanguageModel, ModelConfig
 from parallel_attn.nn import parameter_shards, sharded_parameters
 from parallel_attn.sharding import HeadPlan, ParameterShard
 
@@ -23,10 +23,13 @@ __all__ = [
     "AxisGroup",
     "CrossAttention",
     "DecoderLM",
+    "EncoderDecoderConfig",
+    "EncoderDecoderLM",
     "GroupedLatentAttention",
     "GroupedQueryAttention",
     "GroupedTiedAttention",
     "HeadPlan",
+    "LanguageModel",
     "ModelConfig",
     "MultiHeadLatentAttention",
     "NonFiniteLoss",

@@ -7,6 +7,7 @@ import math
 from torch import nn
 
 from parallel_attn.attention.base import Attention
+from parallel_attn.models import LanguageModel
 from parallel_attn.nn.module import parameter_shards
 
 
@@ -20,17 +21,19 @@ def local_parameters(model: nn.Module, rank: int | None = None) -> int:
     return sum(math.prod(shard.local_shape(rank)) for shard in parameter_shards(model).values())
 
 
-def train_flops_per_token(model: nn.Module, seq_len: int) -> int:
-    """Model FLOPs of forward and backward per token, of the whole model (all tensor ranks together).
+def train_flops_per_token(model: LanguageModel, seq_len: int) -> int:
+    """Model FLOPs of forward and backward per token of a sample, of the whole model (all tensor ranks together).
 
-    6 per weight of a matrix that multiplies (Kaplan 2020, table 1; an embedding table that is only looked up counts
-    nothing, a tied one once), plus 3 x the forward of the attention core over the mean causal context (S + 1) / 2.
-    Recomputation is not counted.
+    6 per weight of a matrix that multiplies and token that passes through it (Kaplan 2020, table 1; an embedding table
+    that is only looked up counts nothing, a tied one once), plus 3 x the forward of the attention core over the keys that
+    a query sees in the mean: (S + 1) / 2 where it is causal, T for an encoder or a cross attention over T tokens, fewer
+    with a window. Recomputation is not counted.
     """
-    multiplied = 0
-    for name, module in model.named_modules():
+    tokens = {module: count for part, count in model.tokens_through(seq_len) for module in part.modules()}
+    memory, total = model.context_tokens(seq_len), 0.0
+    for module, count in tokens.items():
         if getattr(module, "multiplies_input", False):
-            multiplied += module.shards["weight"].full_elements()
-    core = sum(m.core_flops_per_token(1) for m in model.modules() if isinstance(m, Attention))
-    mean_context = (seq_len + 1) / 2
-    return round(6 * multiplied + 3 * core * mean_context)
+            total += 6 * module.shards["weight"].full_elements() * count
+        if isinstance(module, Attention):
+            total += 3 * module.core_flops_per_token(1) * module.mean_keys(count, memory) * count
+    return round(total / seq_len)

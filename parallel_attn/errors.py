@@ -1,6 +1,9 @@
 """Errors that a user is meant to read."""
 
+import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class SettingsError(ValueError):
@@ -8,6 +11,17 @@ class SettingsError(ValueError):
 
     Raised before the first collective, alike on every rank that sees the same input.
     """
+
+
+@contextmanager
+def keys_renamed(names: dict[str, str]) -> Iterator[None]:
+    """SettingsErrors raised inside name the keys where they stand: {"attention.": "model.cross_attention."}."""
+    try:
+        yield
+    except SettingsError as error:
+        pattern = "|".join(re.escape(name) for name in names)
+        message = re.sub(rf"(?<![\w.])({pattern})", lambda match: names[match.group()], str(error))
+        raise SettingsError(message) from error
 
 
 class NonFiniteLoss(RuntimeError):

@@ -214,6 +214,13 @@ class Attention(ShardedModule, ABC):
     def core_flops_per_token(self, context: int) -> int:
         """Forward FLOPs (2 per multiply-add) of scores and weighted sum for one query over `context` keys, all heads."""
 
+    def mean_keys(self, tokens: int, memory: int) -> float:
+        """Keys that a query sees in the mean over `tokens` queries; memory: tokens of the sequence that cross attention
+        reads. Masks that only the data know (padding, documents) are left out."""
+        reach = min(self.config.window or tokens, tokens)
+        back = reach * (reach + 1) / 2 + (tokens - reach) * reach  # query i sees min(i, reach) keys up to its own
+        return (back if self.config.causal else 2 * back - tokens) / tokens
+
     def local_plan_range(self, ranges, rank: int | None = None) -> int:
         """How many of the heads in `ranges` (one range per rank) tensor rank `rank` (default: this one) holds."""
         start, stop = ranges[self.tensor_axis.rank if rank is None else rank]

@@ -14,7 +14,7 @@ from parallel_attn.attention.base import without_padding
 from parallel_attn.attention.config import AttentionConfig
 from parallel_attn.attention.grouped import GroupedConfig, GroupedQueryAttention
 from parallel_attn.errors import SettingsError
-from parallel_attn.nn.linear import column_parallel
+from parallel_attn.nn.linear import ColumnParallelLinear, column_parallel
 from parallel_attn.nn.rotary import RopeConfig
 
 
@@ -66,6 +66,14 @@ class CrossAttention(GroupedQueryAttention):
         kept = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("causal", "window", "rope")}
         return CrossConfig(**kept)
 
+    @property
+    def memory_readers(self) -> list[ColumnParallelLinear]:
+        """The projections whose input is `memory`."""
+        return [self.k, self.v]
+
+    def mean_keys(self, tokens: int, memory: int) -> float:
+        return float(memory)
+
     def forward(
         self,
         x: Tensor,
@@ -82,7 +90,7 @@ class CrossAttention(GroupedQueryAttention):
         """
         memory = without_padding(memory, key_padding_mask)
         q, *gate = column_parallel(x, [self.q, *self.gates])
-        k, v = column_parallel(memory, [self.k, self.v])
+        k, v = column_parallel(memory, self.memory_readers)
         q, k, v = self.heads(q, k, v)
         masks = {"key_padding_mask": key_padding_mask, "document_ids": None}
         return self.output(self.core(q, k, v, **masks, samples=samples, step=step), *gate or [None])

@@ -53,10 +53,12 @@ def read_batch(
     *,
     documents: bool = False,
     count_bytes: bool = False,
+    context: int = 0,
 ) -> Batch:
     """The given samples as one Batch; rows beyond them are padding without any target. rows: default len(samples).
 
-    documents: with document_ids. count_bytes: with target_bytes.
+    documents: with document_ids. count_bytes: with target_bytes. context: the first tokens of a sample, that many, are
+    without targets (an encoder reads them).
     """
     rows = len(samples) if rows is None else rows
     inputs = np.zeros((rows, seq_len), dtype=np.int64)
@@ -68,6 +70,9 @@ def read_batch(
         inputs[row], targets[row] = text[:-1], text[1:]
         if sizes is not None:
             sizes[row] = tokens.read_bytes(start + 1, start + seq_len + 1)
+    targets[:, :context] = IGNORE
+    if sizes is not None:
+        sizes[:, :context] = 0
     ids = _document_ids(inputs, tokens) if documents else None
     return Batch(*(part if part is None else torch.from_numpy(part) for part in (inputs, targets, ids, sizes)))
 
@@ -102,8 +107,9 @@ class TrainBatches:
         data_rank: int,
         data_degree: int,
         documents: bool = False,
+        context: int = 0,
     ):
-        """documents: batches carry document_ids.
+        """documents: batches carry document_ids. context: tokens at the start of each sample without targets.
 
         Raises SettingsError where the batch sizes do not fit one another or the replicas.
         """
@@ -116,7 +122,8 @@ class TrainBatches:
                 f"= {micro_batch_size} x {data_degree} (both at least 1); {fits} works"
             )
         self.tokens, self.seq_len, self.micro_batch_size = tokens, seq_len, micro_batch_size
-        self.global_batch_size, self.data_rank, self.documents = global_batch_size, data_rank, documents
+        self.global_batch_size, self.data_rank = global_batch_size, data_rank
+        self.documents, self.context = documents, context
         self.replica_batch_size = global_batch_size // data_degree
         self.order = SampleOrder(sample_count(tokens, seq_len), seed)
 
@@ -136,7 +143,8 @@ class TrainBatches:
         size = self.micro_batch_size
         micro_batches = []
         for at in range(0, len(samples), size):
-            batch = read_batch(self.tokens, samples[at : at + size], self.seq_len, documents=self.documents)
+            rows = samples[at : at + size]
+            batch = read_batch(self.tokens, rows, self.seq_len, documents=self.documents, context=self.context)
             batch.samples = torch.arange(first + at, first + at + len(batch.tokens))
             micro_batches.append(batch)
         return micro_batches
@@ -160,14 +168,15 @@ class EvalBatches:
         data_rank: int,
         data_degree: int,
         documents: bool = False,
+        context: int = 0,
     ):
-        """documents: batches carry document_ids. Raises SettingsError for samples or a micro batch below 1."""
+        """documents: batches carry document_ids. context: tokens at the start of each sample without targets. Raises SettingsError for samples or a micro batch below 1."""
         _check_replica(data_rank, data_degree)
         for key, value in (("eval.samples", samples), ("train.micro_batch_size", micro_batch_size)):
             if value < 1:
                 raise SettingsError(f"{key}={value}: must be at least 1")
         self.tokens, self.seq_len, self.micro_batch_size = tokens, seq_len, micro_batch_size
-        self.documents, self.count_bytes = documents, tokens.bytes_path is not None
+        self.documents, self.context, self.count_bytes = documents, context, tokens.bytes_path is not None
         self.num_samples = min(samples, sample_count(tokens, seq_len))
         self._share = -(-self.num_samples // data_degree)
         first = min(data_rank * self._share, self.num_samples)
@@ -187,4 +196,5 @@ class EvalBatches:
                 rows=size,
                 documents=self.documents,
                 count_bytes=self.count_bytes,
+                context=self.context,
             )

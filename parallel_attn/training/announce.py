@@ -9,14 +9,16 @@ import torch
 
 from parallel_attn import costs
 from parallel_attn.mesh import Mesh
-from parallel_attn.models import DecoderLM
+from parallel_attn.models import LanguageModel
 from parallel_attn.tracking import Tracker
 from parallel_attn.training.config import Config
 
 IMBALANCE_WARNING = 1.25
 
 
-def announce(tracker: Tracker, config: Config, model: DecoderLM, mesh: Mesh, micro: int, accumulation: int, samples: int):
+def announce(
+    tracker: Tracker, config: Config, model: LanguageModel, mesh: Mesh, micro: int, accumulation: int, samples: int
+):
     """Layout table and warnings, on rank 0's console. `samples`: training samples in an epoch."""
     replicas, degree = mesh.data.degree, mesh.tensor.degree
     settings = config.train
@@ -25,11 +27,17 @@ def announce(tracker: Tracker, config: Config, model: DecoderLM, mesh: Mesh, mic
         f"rank{'s' * (degree > 1)} on {mesh.device.type}; {settings.global_batch_size} samples of {settings.seq_len} "
         f"tokens per step = {replicas} x {accumulation} x {micro}; {samples:,} samples in an epoch"
     )
+    if context := model.context_tokens(settings.seq_len):
+        tracker.notice(
+            f"the encoder reads the first {context} tokens of a sample, the decoder writes the other {settings.seq_len - context}"
+        )
     if degree > 1:
         parameters = [f"{costs.local_parameters(model, rank):,}" for rank in range(degree)]
-        for line in model.plan.table(parameters=parameters).splitlines():
-            tracker.notice(line)
-    for warning in warnings(config, model.plan.imbalance, mesh, samples):
+        for layers, plan in model.plans.items():
+            for line in f"{layers}: {plan.table(parameters=parameters)}".splitlines():
+                tracker.notice(line)
+    imbalance = max(plan.imbalance for plan in model.plans.values())
+    for warning in warnings(config, imbalance, mesh, samples):
         tracker.warn(warning)
 
 

@@ -7,7 +7,7 @@ YAML names the class by `_target_`, and the class's own `Config` dataclass is th
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Optional
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from parallel_attn.attention.base import Attention
 from parallel_attn.data import Corpus, Tokenizer
 from parallel_attn.errors import SettingsError
-from parallel_attn.models import ModelConfig
+from parallel_attn.models import LanguageModel, ModelConfig
 from parallel_attn.tracking import TrackingConfig
 from parallel_attn.training.engines import Engine
 from parallel_attn.training.optimizer import AdamW
@@ -96,6 +96,7 @@ class Choice:
 @dataclass
 class Config:
     model: ModelConfig
+    model_class: type[LanguageModel]
     attention: Choice
     data: Choice
     tokenizer: Choice
@@ -115,6 +116,7 @@ class Config:
         """All checks of single sections. Raises SettingsError."""
         self.model.check()
         self.train.check()
+        self.model.check_data(self.train.seq_len, self.data.config.documents)
         self.eval.check()
         self.tracking.check()
         for choice in (self.optimizer, self.engine):
@@ -129,13 +131,13 @@ def require(holds: bool, key: str, value: Any, wanted: str) -> None:
 
 
 _PLAIN = {
-    "model": ModelConfig,
     "parallel": ParallelConfig,
     "train": TrainConfig,
     "eval": EvalConfig,
     "tracking": TrackingConfig,
 }
 _CHOICES = {
+    "model": LanguageModel,
     "attention": Attention,
     "data": Corpus,
     "tokenizer": Tokenizer,
@@ -168,16 +170,19 @@ def parse(raw: DictConfig | dict) -> Config:
     for name, base in _CHOICES.items():
         sections[name] = _choice(name, base, rest.pop(name, None))
     top = _typed("", _TopLevel, rest)
-    config = Config(**sections, device=top.device, run_dir=top.run_dir, plain=plain)
+    model = sections.pop("model")
+    config = Config(model.config, model.cls, **sections, device=top.device, run_dir=top.run_dir, plain=plain)
     config.check()
     return config
 
 
-def _choice(name: str, base: type, settings: dict | None) -> Choice:
+def _choice(name: str, base: type, settings: dict | None, override: str | None = None) -> Choice:
+    """The class that `settings` name, a subclass of `base`, and its typed settings. override: how to choose it, where
+    that is not by `name`."""
     from hydra.utils import get_class
 
     if not isinstance(settings, dict) or "_target_" not in settings:
-        raise SettingsError(f"{name} names no class: choose one with {name}=CHOICE")
+        raise SettingsError(f"{name} names no class: choose one with {override or name}=CHOICE")
     settings = dict(settings)
     target = settings.pop("_target_")
     try:
@@ -186,7 +191,13 @@ def _choice(name: str, base: type, settings: dict | None) -> Choice:
         raise SettingsError(f"{name}._target_={target} cannot be imported: {_first_line(error)}") from error
     if not issubclass(cls, base):
         raise SettingsError(f"{name}._target_={target} is not a subclass of {base.__name__}")
-    return Choice(cls, _typed(name, cls.Config, settings))
+    chosen = {}  # fields that are a choice of a group themselves: model.cross_attention
+    for part in fields(cls.Config):
+        if "group" in part.metadata:
+            key, group = f"{name}.{part.name}", part.metadata["group"]
+            choice = _choice(key, part.metadata["base"], settings.pop(part.name, None), f"{group}@{key}")
+            chosen[part.name] = part.metadata["as"](choice.cls, choice.config, key)
+    return Choice(cls, replace(_typed(name, cls.Config, settings), **chosen))
 
 
 def _typed(name: str, schema: type, values: Any) -> Any:
@@ -212,5 +223,5 @@ def _first_line(error: Exception) -> str:
 def plain_config(config: Config) -> dict:
     """The resolved configuration with the values that were derived, as nested plain values."""
     plain = dict(config.plain)
-    plain["model"] = asdict(config.model)
+    plain["model"] = plain["model"] | {"vocab_size": config.model.vocab_size}
     return plain

@@ -123,10 +123,22 @@ def explain(error: Exception, arguments: list[str], known: list[str]) -> str:
 
 
 def _choices_with(key: str) -> list[str]:
-    """The choices of a group whose YAML has this key: engine.zero_stage -> engine=deepspeed."""
-    group, _, leaf = key.partition(".")
+    """The choices of a group whose YAML has this key, or puts another group's choice there: engine.zero_stage ->
+    engine=deepspeed, attention@model.cross_attention -> model=encoder_decoder."""
+    group, _, leaf = key.rpartition("@")[2].partition(".")
     files = sorted((config_dir() / group).glob("*.yaml")) if leaf else []
-    return [f"{group}={file.stem}" for file in files if leaf in _keys(OmegaConf.load(file))]
+    contents = {f"{group}={file.stem}": OmegaConf.load(file) for file in files}
+    return [
+        choice
+        for choice, content in contents.items()
+        if leaf in _keys(content) or leaf.partition(".")[0] in _placed_groups(content)
+    ]
+
+
+def _placed_groups(content: DictConfig) -> set[str]:
+    """Keys that a YAML fills with a choice of another group: `defaults: [/attention@cross_attention: cross]`."""
+    entries = [entry for entry in content.get("defaults", []) if isinstance(entry, DictConfig)]
+    return {str(name).partition("@")[2] for entry in entries for name in entry}
 
 
 def _keys(config: DictConfig) -> list[str]:

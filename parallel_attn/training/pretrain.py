@@ -14,7 +14,7 @@ from parallel_attn import costs, mesh as meshes
 from parallel_attn.data import EvalBatches, TrainBatches, fingerprint, prepare_tokens
 from parallel_attn.errors import SettingsError
 from parallel_attn.mesh import AxisGroup
-from parallel_attn.models import DecoderLM
+from parallel_attn.models import LanguageModel
 from parallel_attn.tracking import Tracker
 from parallel_attn.training.announce import announce
 from parallel_attn.training.config import Config, parse, plain_config
@@ -89,6 +89,7 @@ def _train(config, mesh, tokenizer, tokens, micro_batch: int, accumulation: int,
             "data_rank": mesh.data.rank,
             "data_degree": mesh.data.degree,
             "documents": config.data.config.documents,
+            "context": model.context_tokens(config.train.seq_len),
         }
         train = TrainBatches(
             tokens.train, global_batch_size=config.train.global_batch_size, seed=config.train.seed, **shapes
@@ -126,9 +127,9 @@ def with_vocabulary(config: Config, vocab_size: int) -> Config:
     return replace(config, model=replace(config.model, vocab_size=vocab_size))
 
 
-def build_model(config: Config, tensor: AxisGroup, device: torch.device | str) -> DecoderLM:
+def build_model(config: Config, tensor: AxisGroup, device: torch.device | str) -> LanguageModel:
     dtype, compute_dtype = compute_dtypes(config.train.precision)
-    return DecoderLM(
+    return config.model_class(
         config.model,
         config.attention.cls,
         config.attention.config,

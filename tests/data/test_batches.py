@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from parallel_attn.data import IGNORE, EvalBatches, TokenFile, TrainBatches, sample_count
+from parallel_attn.data.tokens import BYTES_DTYPE
 from parallel_attn.errors import SettingsError
 
 S = 4
@@ -102,6 +103,19 @@ def test_batch_sizes_that_do_not_fit(tokens, total, micro, degree, works):
     assert message.startswith(f"train.global_batch_size={total}:") and f"{micro} x {degree}" in message
     assert message.endswith(f"{works} works")
     train(tokens(), degree, micro, works)
+
+
+def test_a_context_has_no_targets_and_no_bytes(tmp_path, tokens):
+    """In training and evaluation; the tokens themselves stay."""
+    shapes = {"seq_len": S, "micro_batch_size": 2, "data_rank": 0, "data_degree": 1, "context": 3}
+    (batch,) = TrainBatches(tokens(), global_batch_size=2, seed=3, **shapes).step(0)
+    assert torch.equal(batch.tokens, train(tokens(), micro=2, global_batch=2)[0].step(0)[0].tokens)
+    assert (batch.targets[:, :3] == IGNORE).all() and torch.equal(batch.targets[:, 3], batch.tokens[:, 3] + 1)
+    np.full(55, 2, dtype=BYTES_DTYPE).tofile(tmp_path / "sizes.bin")
+    counted = TokenFile(str(tmp_path / "tokens.bin"), "<u2", 55, "", vocab_size=1000, bytes_path=str(tmp_path / "sizes.bin"))
+    for batch in EvalBatches(counted, samples=5, **shapes):
+        valid = batch.targets != IGNORE
+        assert not valid[:, :3].any() and torch.equal(batch.target_bytes, 2 * valid)
 
 
 def evaluation(tokens, samples, degree=1, micro=1):
