@@ -169,6 +169,25 @@ def latent_gradient_not_summed(original, layer, latents):
     return original(layer, [_OwnPart.apply(latents[0], _own_features(layer, latents[0], shard, 0)), *latents[1:]])
 
 
+# ---- cross attention -----------------------------------------------------------------------------------------------
+
+
+def _reads_memory(x, layers, **_) -> bool:
+    return layers[0].placement.name.endswith(".k") and layers[0].tensor_axis.degree > 1
+
+
+@mutant("parallel_attn.attention.cross", "column_parallel", touches=_reads_memory)
+def memory_gradient_not_summed(original, x, layers):
+    """Only the decoder's input is treated as shared: each rank keeps the encoder states' gradient of its own heads."""
+    return original(x, layers, summed=False)
+
+
+@mutant("parallel_attn.attention.cross", "column_parallel", touches=_reads_memory)
+def memory_gradient_summed_twice(original, x, layers):
+    """The encoder's states pass a copy of their own before they are projected: their gradient is summed twice."""
+    return original(copy(x, layers[0].tensor_axis), layers)
+
+
 # ---- gate, dropout -------------------------------------------------------------------------------------------------
 
 

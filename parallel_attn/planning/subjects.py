@@ -23,6 +23,7 @@ from parallel_attn.training.pretrain import build_model
 BATCH, LENGTH = 2, 24  # of the inputs; the widths are the configuration's
 DEPTH = 2  # blocks of the model at most: a third one adds no new path
 VOCABULARY = 257  # at most
+_MOST = {"num_layers": DEPTH, "seq_len": LENGTH // 2}  # seq_len: of a part that reads a share of the sample
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -51,8 +52,8 @@ def _shallow(part: Any) -> Any:
     changed = {}
     for field in fields(part):
         value = getattr(part, field.name)
-        if field.name == "num_layers":
-            changed[field.name] = min(value, DEPTH)
+        if field.name in _MOST and value is not None:
+            changed[field.name] = min(value, _MOST[field.name])
         elif is_dataclass(value):
             changed[field.name] = _shallow(value)
     return replace(part, **changed)
@@ -107,7 +108,7 @@ def model_subject(config: Config, device: str = "cpu") -> Subject:
     tokens = torch.randint(0, vocabulary, (BATCH, LENGTH), generator=generator)
     targets = torch.randint(0, vocabulary, (BATCH, LENGTH), generator=generator)
     targets[:, ::7] = IGNORE
-    valid = (targets != IGNORE).sum()
+    valid = (targets[:, config.model.context_tokens(LENGTH) :] != IGNORE).sum()
     settings: dict[str, Any] = {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
     settings |= dropout_place()
     if config.data.config.documents:

@@ -7,7 +7,7 @@ from torch import nn
 
 from parallel_attn import CrossAttention, GroupedQueryAttention, MultiHeadLatentAttention, SettingsError
 from parallel_attn.attention import GroupedConfig, LatentConfig
-from tests.parity import set_parameters
+from parallel_attn.planning.parity import set_parameters
 
 D, M, HEADS = 24, 14, 6
 

@@ -15,13 +15,17 @@ from tests.world import run
 TINY = ("model.hidden_size=32", "model.num_heads=6", "model.mlp.hidden_size=50", "model.vocab_size=31")
 TINY += ("model.num_layers=1",)
 GROUPED = ("attention.head_dim=8", "attention.bias=all")
-# Between them they meet every mutant: KV heads on several ranks of three, both norms, gate, dropout, biases, latents.
+# Between them they meet every mutant: KV heads on several ranks of three, both norms, gate, dropout, biases, an encoder, latents.
 CONFIGURATIONS = {
     "full": (
         *("attention=gqa", *GROUPED, "attention.num_kv_heads=2", "attention.qk_norm=full"),
         *("attention.gate=elementwise", "attention.dropout=0.1"),
     ),
     "head": ("attention=mqa", *GROUPED, "attention.qk_norm=head"),
+    "cross": (
+        *("model=encoder_decoder", "model.encoder.seq_len=100", "attention.head_dim=8"),
+        "model.cross_attention.head_dim=8",
+    ),
     "latent": (
         *("attention=mla", "attention.kv_lora_rank=16", "attention.q_lora_rank=12"),
         *("attention.qk_nope_head_dim=8", "attention.qk_rope_head_dim=4", "attention.v_head_dim=8"),
