@@ -127,7 +127,7 @@ def test_padding_has_no_gradient_and_its_length_does_not_matter():
 def test_dropout_differs_between_encoder_decoder_and_cross_attention_and_ends_with_training():
     model = small(None, dropout=0.5)
     layers = [model.encoder.layers[0].attention, model.layers[0].attention, model.layers[0].cross_attention]
-    masks = [layer.dropout(DROPOUT["samples"], 5).block(0, 9, 0, 9, 9, 9).multiplier(torch.float64) for layer in layers]
+    masks = [layer.dropout(DROPOUT["samples"], 5).block(0, 9, 0, 9, 9, 9).kept() for layer in layers]
     assert not any(torch.equal(masks[i], masks[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
     with pytest.raises(ValueError, match="forward needs samples"):
         model(TOKENS)
