@@ -37,19 +37,10 @@ def explicit(
         first, last = start + keys - queries, stop + keys - queries  # positions of this block's queries
         low = 0 if window is None else max(0, first - window + 1)
         high = last if causal else keys if window is None else min(keys, last + window - 1)
-        allowed = allowed_keys(stop - start, high - low, causal, window, q.device, first_query=first, first_key=low)
-        if key_padding_mask is not None:
-            allowed = allowed & key_padding_mask[:, low:high].unsqueeze(1)
-        block = (
-            q[:, start:stop],
-            k[:, low:high],
-            v[:, low:high],
-            allowed,
-            sinks,
-            scale,
-            soft_cap,
-            dropout and dropout.block(start, stop, low, high, queries, keys),
-        )
+        padding = None if key_padding_mask is None else key_padding_mask[:, low:high]
+        # Masks are made inside the block, again in backward: kept until then, those of all blocks are an S x T matrix.
+        settings = (sinks, scale, causal, window, soft_cap, dropout, (start, stop, low, high, queries, keys))
+        block = (q[:, start:stop], k[:, low:high], v[:, low:high], padding, *settings)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             outs.append(checkpoint(_block, *block, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -57,8 +48,18 @@ def explicit(
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
-def _block(q, k, v, allowed, sinks, scale, soft_cap, dropout: Dropout | None) -> Tensor:
-    """q (B, s, H, E), k (B, t, K, E), v (B, t, K, Ev), allowed (B or 1, s, t) -> (B, s, H, Ev)."""
+def _block(q, k, v, padding, sinks, scale, causal, window, soft_cap, dropout: Dropout | None, span) -> Tensor:
+    """q (B, s, H, E), k (B, t, K, E), v (B, t, K, Ev), padding (B, t) or None -> (B, s, H, Ev).
+
+    span: (start, stop, low, high, queries, keys), queries start..stop - 1 and keys low..high - 1 out of queries x keys.
+    """
+    start, stop, low, high, queries, keys = span
+    first_query = start + keys - queries
+    allowed = allowed_keys(
+        stop - start, high - low, causal, window, q.device, first_query=first_query, first_key=low
+    )  # (1, s, t)
+    if padding is not None:
+        allowed = allowed & padding.unsqueeze(1)
     grouped = q.unflatten(2, (k.shape[2], -1))  # (B, s, K, g, E)
     scores = torch.einsum("bskge,btke->bkgst", grouped * scale, k).flatten(1, 2)  # (B, H, s, t)
     wide = scores if scores.dtype == torch.float64 else scores.float()
@@ -78,7 +79,7 @@ def _block(q, k, v, allowed, sinks, scale, soft_cap, dropout: Dropout | None) ->
         total = total + (sink - top).exp()
     total = total.masked_fill(total == 0, 1)
     if dropout is not None:
-        weights, total = weights * dropout.kept(), total * (1 - dropout.rate)
+        weights, total = weights * dropout.block(*span).kept(), total * (1 - dropout.rate)
     weights = weights / total
     weights = weights.to(v.dtype).unflatten(1, (k.shape[2], -1))
     return torch.einsum("bkgst,btke->bskge", weights, v).flatten(2, 3)

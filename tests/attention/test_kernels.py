@@ -1,10 +1,13 @@
 """Which kernel serves what, and that windows and documents never make an S x S matrix."""
 
+import gc
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_attn.attention.kernels import attend
+from parallel_attn.initialization import Dropout
 from tests.attention.dense import allowed_pairs, dense
 
 
@@ -27,6 +30,13 @@ def tensors(length, dtype=torch.float32, heads=2, kv_heads=1, width=8):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
+def alive() -> dict[int, int]:
+    """Bytes of every tensor's storage that Python can reach."""
+    gc.collect()
+    found = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) is torch.Tensor]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("how", ["window", "window+sinks", "soft cap", "documents"])
 def test_memory_grows_with_the_sequence_not_with_its_square(how, causal):
@@ -41,6 +51,22 @@ def test_memory_grows_with_the_sequence_not_with_its_square(how, causal):
     with Largest() as largest:
         attend(q, k, v, scale=0.3, causal=causal, **settings).sum().backward()
     assert largest.elements < length * length / 4, f"{how}: {largest.elements} elements at once"
+
+
+@pytest.mark.parametrize("how", ["soft cap", "dropout"])
+def test_what_the_explicit_path_keeps_for_backward_grows_with_the_sequence(how):
+    """Bytes of all tensors that are alive after the forward and were not before it."""
+    kept = []
+    for length in (1024, 4096):
+        given = {"key_padding_mask": torch.ones(1, length, dtype=torch.bool), "soft_cap": 3.0}
+        if how == "dropout":
+            given["dropout"] = Dropout(0.1, 0, "a", 0, torch.tensor([0]), (0, 2))
+        inputs = tensors(length)
+        before = alive()
+        out = attend(*inputs, scale=0.3, causal=True, **given)
+        kept.append(sum(size for storage, size in alive().items() if storage not in before))
+        del out
+    assert kept[1] < 6 * kept[0], f"{kept} bytes: 16 times as many are the square"
 
 
 @pytest.mark.parametrize("sinks", [False, True])
