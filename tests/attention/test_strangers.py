@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parallel_attn import GroupedQueryAttention, SettingsError
@@ -42,6 +43,13 @@ def test_inference_mode_does_not_poison_training():
     with torch.inference_mode():
         module(x)
     module(x).sum().backward()
+
+
+def test_a_dry_run_with_fake_tensors_leaves_nothing_behind():
+    module, x = layer(), torch.randn(1, 4, 24)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert module(mode.from_tensor(x)).shape == x.shape
+    assert torch.equal(module(x), layer()(x))
 
 
 def second_derivative_case():
