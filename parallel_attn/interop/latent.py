@@ -53,7 +53,7 @@ class LatentFamily:
             latent_norm_eps=LATENT_NORM_EPS,
             bias="all" if config.get("attention_bias", False) else "none",
             dropout=float(config.get("attention_dropout", 0.0) or 0.0),
-            rope=read_rope(config, style="interleaved" if interleaved else "half"),
+            rope=read_rope(config, style="interleaved" if interleaved else "half", whole_softmax=True),
         )
 
     def likeness(self, attention: LatentConfig) -> int:

@@ -17,11 +17,14 @@ _NUMBERS = ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 _MULTIPLIERS = ("mscale", "mscale_all_dim", "attention_factor")
 
 
-def read_rope(config: ConfigJson, *, style: str, fraction: float | None = None) -> RopeConfig:
+def read_rope(
+    config: ConfigJson, *, style: str, fraction: float | None = None, whole_softmax: bool = False
+) -> RopeConfig:
     """Our rope settings out of a config.json.
 
     fraction: what `partial_rotary_factor` is when it is not given, for the model types that read it; None for those
-    that turn whole heads. Raises SettingsError for a rope type that is not built here and for keys that contradict.
+    that turn whole heads. whole_softmax: the model type also multiplies its softmax scale (DeepSeek), elsewhere
+    `mscale_all_dim` is read beside `mscale` only. Raises SettingsError for a rope type that is not built here and for keys that contradict.
     """
     found = merged(config)
     given = found.get("partial_rotary_factor")
@@ -33,7 +36,7 @@ def read_rope(config: ConfigJson, *, style: str, fraction: float | None = None) 
         theta=float(found.get("rope_theta", DEFAULT_THETA)),
         fraction=1.0 if fraction is None else float(fraction if given is None else given),
         style=style,
-        scaling=read_scaling(config, found),
+        scaling=read_scaling(config, found, whole_softmax),
     )
 
 
@@ -62,7 +65,7 @@ def merged(config: ConfigJson) -> dict[str, Any]:
     return found
 
 
-def read_scaling(config: ConfigJson, found: dict[str, Any]) -> RopeScaling | None:
+def read_scaling(config: ConfigJson, found: dict[str, Any], whole_softmax: bool) -> RopeScaling | None:
     kind = found.get("rope_type", "default")
     if kind == "default":
         return None
@@ -76,6 +79,8 @@ def read_scaling(config: ConfigJson, found: dict[str, Any]) -> RopeScaling | Non
     multipliers = {key: float(found[key]) for key in _MULTIPLIERS if found.get(key)}
     if "mscale_all_dim" not in multipliers or "attention_factor" in multipliers:
         multipliers.pop("mscale", None)
+    if not whole_softmax and "mscale" not in multipliers:
+        multipliers.pop("mscale_all_dim", None)
     numbers = {key: float(found[key]) for key in _NUMBERS if found.get(key)}
     truncate = found.get("truncate", True)
     if kind == "linear":

@@ -104,10 +104,12 @@ class Rotary:
         """x (B, S, heads, E) -> the same shape and dtype, turned by `positions` (S,) or (B, S), or offset + 0..S-1."""
         if self.width == 0:
             return x
-        if positions is None:
-            cos, sin = self.default_tables(x.shape[1], offset, x.device, x.dtype)
-        else:
+        if positions is not None:
             cos, sin = self.tables(positions, x.dtype)
+        elif type(x) is not Tensor:  # what a FakeTensor or another subclass makes is not kept for real calls
+            cos, sin = self.tables(torch.arange(offset, offset + x.shape[1], device=x.device), x.dtype)
+        else:
+            cos, sin = self.default_tables(x.shape[1], offset, x.device, x.dtype)
         turned, rest = x[..., : self.width], x[..., self.width :]
         turned = turned.to(cos.dtype)
         if self.style == "half":

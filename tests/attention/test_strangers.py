@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parallel_attn import GroupedQueryAttention, SettingsError
@@ -42,6 +43,24 @@ def test_inference_mode_does_not_poison_training():
     with torch.inference_mode():
         module(x)
     module(x).sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)], ids=["no sample", "no token"])
+@pytest.mark.parametrize("settings", [{}, {"window": 2, "sinks": True}, {"dropout": 0.1, "soft_cap": 2.0}], ids=["plain", "window", "explicit"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_nothing_at_all_is_an_input(shape, settings, documents):
+    module, x = layer(**settings), torch.randn(*shape, 24, requires_grad=True)
+    given = {"document_ids": torch.zeros(shape, dtype=torch.long)} if documents else {}
+    y = module(x, samples=torch.arange(shape[0]), step=0, **given)
+    y.sum().backward()
+    assert y.shape == x.shape and x.grad.shape == x.shape and not module.q.weight.grad.any()
+
+
+def test_a_dry_run_with_fake_tensors_leaves_nothing_behind():
+    module, x = layer(), torch.randn(1, 4, 24)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert module(mode.from_tensor(x)).shape == x.shape
+    assert torch.equal(module(x), layer()(x))
 
 
 def second_derivative_case():

@@ -155,6 +155,8 @@ def test_lengths_and_multipliers_of_yarn_as_transformers_takes_them():
     assert scaling(rope_scaling={**yarn, "mscale": 0.7, "mscale_all_dim": 0}) == RopeScaling("yarn", 4.0, 16)
     both = scaling(rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.5})
     assert both == RopeScaling("yarn", 4.0, 16, mscale_all_dim=1.0, attention_factor=1.5)
+    llama = from_hugging_face({**LLAMA, "rope_scaling": {**yarn, "mscale_all_dim": 1.0}}).architecture.attention
+    assert llama.rope.scaling == RopeScaling("yarn", 4.0, 16)  # nor the other without mscale, but by DeepSeek
 
 
 NEXT = {"model_type": "qwen3_next", **QWEN3_NEXT, "num_experts": 0}
