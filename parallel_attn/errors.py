@@ -14,3 +14,7 @@ class NonFiniteLoss(RuntimeError):
 
 class PeerLost(RuntimeError):
     """A collective failed because another rank left or died: that rank's own error is the cause."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read. The message is one line: the path, what is wrong, what would work."""
