@@ -8,14 +8,24 @@ import sys
 from omegaconf import DictConfig
 
 from parallel_attn import mesh as meshes
-from parallel_attn.errors import NonFiniteLoss, SettingsError
+from parallel_attn.errors import Interrupted, NonFiniteLoss, PeerLost, SettingsError
 from parallel_attn.training import exits
 from parallel_attn.training.overrides import check_overrides, config_dir, is_sweep
+from parallel_attn.training.signals import Signals
 from parallel_attn.training.sweep import Sweep
 
 
 def main() -> None:
-    """The command line of train.py. Exits with 0, 1 (failed), 2 (settings) or 130 (interrupted)."""
+    """The command line of train.py. Exits with 0, 1 (failed), 2 (settings), 130 (SIGINT) or 143 (SIGTERM)."""
+    try:
+        with Signals() as signals:
+            run(signals)
+    except Interrupted as error:
+        exits.leave_interrupted(error)
+
+
+def run(signals: Signals) -> None:
+    """The job or the sweep that the command line asks for."""
     import hydra
 
     arguments, sweep = sys.argv[1:], None
@@ -28,15 +38,20 @@ def main() -> None:
         exits.leave_with_line(error)
     except Exception as error:  # starting the process group of a sweep
         exits.leave_with_traceback(error)
-    task = run_job if sweep is None else sweep.run_job
-    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
+    job = run_job if sweep is None else sweep.run_job
+
+    @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
+    def task(raw: DictConfig) -> None:
+        job(raw, signals=signals)
+
+    task()
     code = 0 if sweep is None else sweep.end()
     meshes.shutdown()
     if code:
         exits.leave(code)
 
 
-def run_job(raw: DictConfig) -> None:
+def run_job(raw: DictConfig, *, signals: Signals) -> None:
     """The one training job of a command; leaves the process on any error."""
     from hydra.core.hydra_config import HydraConfig
 
@@ -45,11 +60,12 @@ def run_job(raw: DictConfig) -> None:
     hydra = HydraConfig.get().runtime
     os.chdir(hydra.cwd)  # paths are relative to where the user stands, whatever hydra.job.chdir says
     try:
-        pretrain(raw, name=job_name(hydra.choices))
+        pretrain(raw, name=job_name(hydra.choices), signals=signals)
     except (SettingsError, NonFiniteLoss) as error:
         exits.leave_with_line(error)
-    except KeyboardInterrupt:
-        exits.leave(exits.INTERRUPTED_EXIT)
+    except PeerLost as error:
+        signals.check()  # the launcher has told this rank to end: it is not the one that has something to say
+        exits.leave_with_traceback(error)
     except Exception as error:  # whatever it was, this rank says so in one place and the others are not left waiting
         exits.leave_with_traceback(error)
 

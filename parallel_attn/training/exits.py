@@ -8,9 +8,9 @@ import traceback
 from typing import NoReturn
 
 from parallel_attn import mesh as meshes
-from parallel_attn.errors import PeerLost, SettingsError
+from parallel_attn.errors import Interrupted, PeerLost, SettingsError
 
-SETTINGS_EXIT, FAILED_EXIT, INTERRUPTED_EXIT = 2, 1, 130
+SETTINGS_EXIT, FAILED_EXIT = 2, 1
 GRACE_SECONDS = 5.0
 """How long the other ranks let local rank 0 speak first; the launcher ends them meanwhile."""
 
@@ -39,6 +39,13 @@ def leave_with_traceback(error: Exception, where: str = "") -> NoReturn:
     leave(FAILED_EXIT)
 
 
+def leave_interrupted(error: Interrupted) -> NoReturn:
+    """For a signal: one line from local rank 0, and the code that a shell gives to a process ended by it."""
+    if meshes.launcher_ranks()[1] == 0:
+        print(f"interrupted: {error}", file=sys.stderr, flush=True)
+    leave(exit_code(error))
+
+
 def _record(error: Exception) -> None:
     """Leaves the cause where torchrun looks for it, so that its own summary names it."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -46,7 +53,9 @@ def _record(error: Exception) -> None:
     get_error_handler().record_exception(error)
 
 
-def exit_code(error: Exception) -> int:
+def exit_code(error: BaseException) -> int:
+    if isinstance(error, Interrupted):
+        return 128 + error.signal
     return SETTINGS_EXIT if isinstance(error, SettingsError) else FAILED_EXIT
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,17 +13,19 @@ from torch import Tensor
 from parallel_attn import costs
 from parallel_attn.collectives import all_reduce
 from parallel_attn.data import IGNORE, Batch
-from parallel_attn.errors import NonFiniteLoss
+from parallel_attn.errors import Interrupted, NonFiniteLoss
 from parallel_attn.tracking import MemoryMeter, device_peak_bytes, mfu, peak_flops, process_peak_bytes
 from parallel_attn.training.engines import compute_dtypes
 from parallel_attn.training.evaluation import evaluate
+from parallel_attn.training.signals import Signals
 
 
 class Loop:
     """The training loop. All ranks run it in step; only rank 0's tracker writes."""
 
-    def __init__(self, config, engine, mesh, tracker, train, validation) -> None:
+    def __init__(self, config, engine, mesh, tracker, train, validation, signals: Signals | None = None) -> None:
         self.config, self.engine, self.mesh, self.tracker = config, engine, mesh, tracker
+        self.signals = signals or Signals()
         self.model = model = engine.module
         self.train, self.validation = train, validation
         self.schedule = config.schedule.cls(config.schedule.config, config.optimizer.config.lr, config.train.steps)
@@ -31,10 +34,15 @@ class Loop:
         self.peak = peak_flops(mesh.device, flops_dtype)
         self.flops_per_token = costs.train_flops_per_token(model, config.train.seq_len)
         self.pending: list[tuple[int, Tensor]] = []
+        self.stop: signal.Signals | None = None
+        """The signal on which all ranks have agreed to end after the step they are in."""
         self.best: dict[str, float] = {}
 
     def run(self) -> float:
-        """Runs all optimizer steps; returns the seconds they took, validation included."""
+        """Runs all optimizer steps; returns the seconds they took, validation included.
+
+        Raises NonFiniteLoss or Interrupted (a signal on any rank) on every rank after the same step.
+        """
         settings, began = self.config.train, time.perf_counter()
         measured_step = min(1, settings.steps - 1)  # the second step: optimizer state exists by then
         window = Window()
@@ -47,7 +55,7 @@ class Loop:
             else:
                 loss, norm = self.step(step, batches)
                 window.steps += 1
-            self.stop_if_not_finite(keep_newest=self.mesh.device.type != "cpu")
+            self.read_flags(keep_newest=self.mesh.device.type != "cpu")
             done = step + 1
             last = done == settings.steps
             if done % settings.log_every == 0 or last or metrics:
@@ -57,10 +65,12 @@ class Loop:
                     metrics |= self.speed(window.steps, window.seconds())
                     window = Window()
                 self.tracker.log(done, metrics)
+            if self.stop is not None and not last:
+                raise Interrupted(self.stop)
             if self.config.eval.every and (done % self.config.eval.every == 0 or last):
                 with window.paused():
                     self.validate(done)
-        self.stop_if_not_finite(keep_newest=False)
+        self.read_flags(keep_newest=False)
         return time.perf_counter() - began
 
     def measured(self, step: int, batches: list[Batch]) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -83,19 +93,26 @@ class Loop:
         """One optimizer step: (mean loss over the valid targets of the global batch, gradient norm before clipping)."""
         # Known before the first backward, so that any split into micro batches and replicas gives the same gradient.
         valid = sum((batch.targets != IGNORE).sum() for batch in batches).double()
-        scale = 1 / all_reduce(valid, self.mesh.data).clamp(min=1)
+        # A signal may reach one rank a step before the others: it travels with the count, over the whole world.
+        asked = torch.tensor(self.signals.flags(), dtype=torch.float64, device=valid.device)
+        sums = all_reduce(torch.cat([valid[None], asked]), self.mesh.world)
+        valid, asked = sums[0] / self.mesh.tensor.degree, sums[1:]  # exact: a sum of equal whole numbers
+        scale = 1 / valid.clamp(min=1)
         loss_sum = self.engine.forward_backward(batches, scale, **self.loss_settings)
         loss = all_reduce(loss_sum.double(), self.mesh.data) * scale
         norm = self.engine.step(self.schedule.rate(step), loss.isfinite())
-        self.pending.append((step, loss.isfinite() & norm.isfinite()))
+        finite = loss.isfinite() & norm.isfinite()
+        self.pending.append((step, torch.cat([finite.double()[None], asked])))
         return loss, norm
 
-    def stop_if_not_finite(self, *, keep_newest: bool) -> None:
+    def read_flags(self, *, keep_newest: bool) -> None:
         """Reads the flags of the steps so far, but for the newest where the device would have to be waited for: the
-        update was masked on the device, so the host may look one step late."""
+        update was masked on the device, so the host may look one step late. Sets `stop`, raises NonFiniteLoss."""
         newest = self.pending[-1:] if keep_newest else []
-        for step, finite in self.pending[: len(self.pending) - len(newest)]:
-            if not bool(finite):
+        for step, flags in self.pending[: len(self.pending) - len(newest)]:
+            finite, *asked = flags.tolist()
+            self.stop = self.stop or self.signals.agreed(asked)
+            if not finite:
                 raise NonFiniteLoss(
                     f"loss or gradient norm is not finite at optimizer step {step + 1}: no parameter was changed by it; "
                     f"try a smaller optimizer.lr, or a longer schedule.warmup_steps"

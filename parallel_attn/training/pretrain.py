@@ -21,16 +21,19 @@ from parallel_attn.training.config import Config, parse, plain_config
 from parallel_attn.training.engines import Job, compute_dtypes
 from parallel_attn.training.loop import Loop
 from parallel_attn.training.run_folder import check_run_dir, open_run_dir, require_same_on_all_ranks
+from parallel_attn.training.signals import Signals
 
 
-def pretrain(raw, *, name: str | None = None, restart: bool = False) -> dict:
+def pretrain(raw, *, name: str | None = None, restart: bool = False, signals: Signals | None = None) -> dict:
     """Trains as `raw` (the composed configuration) says; returns what summary.json holds beside the last metrics.
 
-    name: ending of the default run folder. restart: run_dir may hold an attempt that broke.
+    name: ending of the default run folder. restart: run_dir may hold an attempt that broke. signals: those that end the
+    job in order; the caller has entered them.
 
     Raises SettingsError before the first collective for settings that cannot work, NonFiniteLoss on every rank at the
-    same optimizer step, PeerLost when another rank is gone.
+    same optimizer step, Interrupted on a signal, PeerLost when another rank is gone.
     """
+    signals = signals or Signals()
     config = parse(raw)
     rank, local_rank, world_size = meshes.launcher_ranks()
     device = meshes.choose_device(config.device, local_rank)
@@ -52,17 +55,21 @@ def pretrain(raw, *, name: str | None = None, restart: bool = False) -> dict:
     build_model(config, on_paper, "meta")
     tokens = prepare_tokens(corpus, tokenizer, seq_len=config.train.seq_len, **preparing)
 
-    with meshes.peers_expected():
-        return _train(config, meshes.start(device, tensor=tensor, data=data), tokenizer, tokens, micro_batch, accumulation, name)
+    with signals.peers_expected():
+        mesh = meshes.start(device, tensor=tensor, data=data)
+    # Held until the run's files are whole: from here on a signal ends the job where check() stands, or in the loop.
+    with signals.held():
+        return _train(config, mesh, tokenizer, tokens, micro_batch, accumulation, name, signals)
 
 
-def _train(config, mesh, tokenizer, tokens, micro_batch: int, accumulation: int, name: str | None) -> dict:
+def _train(config, mesh, tokenizer, tokens, micro_batch: int, accumulation: int, name: str | None, signals: Signals) -> dict:
     """The part of a job that all ranks do together."""
     settings = {key: value for key, value in config.plain.items() if key not in ("device", "run_dir", "data")}
-    require_same_on_all_ranks("the settings", _digest(settings), mesh)
-    require_same_on_all_ranks("the tokens (data fingerprint)", fingerprint(tokens), mesh)
     name = name or f"{config.attention.cls.__name__}"
-    run_dir = open_run_dir(config.run_dir, name, config.plain, plain_config(config), mesh)
+    with signals.peers_expected():
+        require_same_on_all_ranks("the settings", _digest(settings), mesh)
+        require_same_on_all_ranks("the tokens (data fingerprint)", fingerprint(tokens), mesh)
+        run_dir = open_run_dir(config.run_dir, name, config.plain, plain_config(config), mesh)
 
     tracker = Tracker(
         run_dir,
@@ -72,7 +79,7 @@ def _train(config, mesh, tokenizer, tokens, micro_batch: int, accumulation: int,
         main=mesh.is_main,
         run_name=run_dir.name,
     )
-    with tracker, meshes.peers_expected():
+    with tracker, signals.peers_expected():
         model = build_model(config, mesh.tensor, mesh.device)
         job = Job(mesh, config.optimizer.cls, config.optimizer.config, config.train.precision, micro_batch, accumulation)
         engine = config.engine.cls(model, job, config.engine.config)
@@ -91,7 +98,8 @@ def _train(config, mesh, tokenizer, tokens, micro_batch: int, accumulation: int,
         for note in tokenizer.notes():
             tracker.notice(note)
         with closing(engine):
-            loop = Loop(config, engine, mesh, tracker, train, validation)
+            signals.check()
+            loop = Loop(config, engine, mesh, tracker, train, validation, signals)
             seconds = loop.run()
         summary = {
             "train_seconds": seconds,

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from parallel_attn import mesh as meshes
-from parallel_attn.errors import NonFiniteLoss, SettingsError
+from parallel_attn.errors import NonFiniteLoss, PeerLost, SettingsError
 from parallel_attn.mesh import Mesh
 from parallel_attn.training import exits
 from parallel_attn.training.overrides import MULTIRUN_FLAGS, swept
 from parallel_attn.training.run_folder import broadcast_text
+from parallel_attn.training.signals import Signals
 
 SWEEP_FILE = "sweep.json"
 AGREEMENT_SECONDS = 20.0
@@ -67,7 +68,7 @@ class Sweep:
         escaped = str(self.folder).replace("\\", "\\\\").replace("'", "\\'")
         return [f"hydra.sweep.dir='{escaped}'", "hydra.sweep.subdir=."]
 
-    def run_job(self, raw: DictConfig) -> None:
+    def run_job(self, raw: DictConfig, *, signals: Signals) -> None:
         """One job of the sweep, in a folder of its own below the sweep's."""
         from hydra.core.hydra_config import HydraConfig
 
@@ -84,15 +85,16 @@ class Sweep:
         self._say(f"sweep job {name}")
         OmegaConf.update(raw, "run_dir", str(run_dir))
         try:
-            pretrain(raw, name=name, restart=True)
+            pretrain(raw, name=name, restart=True, signals=signals)
             self.finished += 1
         except (SettingsError, NonFiniteLoss) as error:
             if not self._all_failed(int(hydra.job.num)):
                 exits.leave_with_line(error, f"sweep job {name}, on this rank alone: ")
             self.failures.append((name, error))
             self._say(f"error: sweep job {name}: {error}")
-        except KeyboardInterrupt:
-            exits.leave(exits.INTERRUPTED_EXIT)
+        except PeerLost as error:
+            signals.check()
+            exits.leave_with_traceback(error, f"sweep job {name}: ")
         except Exception as error:  # of one rank, as far as it can know: the others must not be left waiting
             exits.leave_with_traceback(error, f"sweep job {name}: ")
 
