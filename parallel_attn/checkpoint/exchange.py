@@ -11,13 +11,24 @@ import torch.distributed as dist
 from parallel_attn.mesh import AxisGroup
 
 
-class Exchange:
-    """Gathers small JSON values over all ranks of an axis. With a gloo group of its own it may run in a thread beside
-    training, and never waits for a device. Making it is a collective over the world."""
+_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
 
-    def __init__(self, world: AxisGroup) -> None:
+
+class Exchange:
+    """Gathers small JSON values over all ranks, on the host: it never waits for a device.
+
+    Each purpose has a gloo group of its own, so that it may be used in a thread beside training. The first one of a
+    purpose is a collective over the world; later ones (the jobs of a sweep) share its group.
+    """
+
+    def __init__(self, world: AxisGroup, purpose: str = "control") -> None:
         self.rank, self.degree = world.rank, world.degree
-        self._group = dist.new_group(backend="gloo") if world.degree > 1 else None
+        self._group = None
+        if world.degree > 1:
+            key = world.group, purpose
+            if key not in _groups:
+                _groups[key] = dist.new_group(backend="gloo")
+            self._group = _groups[key]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Raises RuntimeError when a peer is gone."""
@@ -32,16 +43,3 @@ class Exchange:
         contents = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.degree)]
         dist.all_gather(contents, padded, group=self._group)
         return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(contents, sizes)]
-
-    def first_problem(self, problem: str | None) -> str | None:
-        """The problem of the first rank that has one, on every rank; None when nobody has."""
-        found = [(rank, text) for rank, text in enumerate(self.gather(problem)) if text]
-        if not found:
-            return None
-        rank, text = found[0]
-        return text if all(other == text for _, other in found) and len(found) == self.degree else f"rank {rank}: {text}"
-
-    def close(self) -> None:
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None

@@ -40,7 +40,7 @@ class Job:
 
 
 class Saver:
-    """Writes the checkpoints of one run. All ranks make one, save at the same steps and close it.
+    """Writes the checkpoints of one run. All ranks make one, save at the same steps and wait at the end.
 
     shards: the records of all parameters by full name. keep: how many whole, finite checkpoints stay.
     on_saved(step, folder, finite) is called on the first rank, from the thread, when a checkpoint is published.
@@ -57,7 +57,7 @@ class Saver:
         on_saved: Callable[[int, Path, bool], None] = lambda step, folder, finite: None,
     ) -> None:
         self.folder, self.mesh, self.shards, self.keep, self.on_saved = folder, mesh, dict(shards), keep, on_saved
-        self.exchange = Exchange(mesh.world)
+        self.exchange = Exchange(mesh.world, "checkpoint writer")
         self.writers = assign_writers(self.shards, mesh.data.degree)
         self.job: Job | None = None
         self._buffers: dict[str, Tensor] = {}
@@ -133,12 +133,6 @@ class Saver:
         if job.problem is not None:
             raise job.problem
         return job.done
-
-    def close(self) -> None:
-        try:
-            self.wait()
-        finally:
-            self.exchange.close()
 
     # in the thread
 

@@ -8,7 +8,7 @@ import sys
 from omegaconf import DictConfig
 
 from parallel_attn import mesh as meshes
-from parallel_attn.errors import Interrupted, NonFiniteLoss, PeerLost, SettingsError
+from parallel_attn.errors import CheckpointError, Interrupted, NonFiniteLoss, PeerLost, SettingsError
 from parallel_attn.training import exits
 from parallel_attn.training.overrides import check_overrides, config_dir, is_sweep
 from parallel_attn.training.signals import Signals
@@ -57,11 +57,12 @@ def run_job(raw: DictConfig, *, signals: Signals) -> None:
 
     from parallel_attn.training.pretrain import pretrain
 
-    hydra = HydraConfig.get().runtime
-    os.chdir(hydra.cwd)  # paths are relative to where the user stands, whatever hydra.job.chdir says
+    hydra = HydraConfig.get()
+    os.chdir(hydra.runtime.cwd)  # paths are relative to where the user stands, whatever hydra.job.chdir says
     try:
-        pretrain(raw, name=job_name(hydra.choices), signals=signals)
-    except (SettingsError, NonFiniteLoss) as error:
+        choices = dict(hydra.runtime.choices)
+        pretrain(raw, name=job_name(choices), signals=signals, overrides=list(hydra.overrides.task), choices=choices)
+    except (SettingsError, NonFiniteLoss, CheckpointError) as error:
         exits.leave_with_line(error)
     except PeerLost as error:
         signals.check()  # the launcher has told this rank to end: it is not the one that has something to say
