@@ -1,6 +1,14 @@
 """Tensor-parallel attention layers, and a small pretraining harness around them."""
 
-from parallel_attn.attention import Attention, AttentionConfig, GroupedQueryAttention
+from parallel_attn.attention import (
+    Attention,
+    AttentionConfig,
+    CrossAttention,
+    GroupedLatentAttention,
+    GroupedQueryAttention,
+    GroupedTiedAttention,
+    MultiHeadLatentAttention,
+)
 from parallel_attn.errors import NonFiniteLoss, SettingsError
 from parallel_attn.mesh import AxisGroup
 from parallel_attn.models import DecoderLM, ModelConfig
@@ -13,10 +21,14 @@ __all__ = [
     "Attention",
     "AttentionConfig",
     "AxisGroup",
+    "CrossAttention",
     "DecoderLM",
+    "GroupedLatentAttention",
     "GroupedQueryAttention",
+    "GroupedTiedAttention",
     "HeadPlan",
     "ModelConfig",
+    "MultiHeadLatentAttention",
     "NonFiniteLoss",
     "ParameterShard",
     "SettingsError",

@@ -52,3 +52,66 @@ def construction_name(kind: str, group: Any) -> str:
     number = _construction_numbers.get((kind, group), 0)
     _construction_numbers[kind, group] = number + 1
     return f"{kind}_{number}"
+
+
+# ---- dropout -------------------------------------------------------------------------------------------------------
+
+
+class Dropout:
+    """Which attention weights are dropped: a function of (seed, layer, step, sample, head, query, key) alone.
+
+    So the masks are the same at every degree, in every split into micro batches, on every device and in a recomputed
+    forward. Counter-based: each weight hashes its own coordinates, nothing carries state.
+
+    rate: share that is dropped. layer: full name. step: the optimizer step, a number or an int64 scalar.
+    samples (B,) int64: index of each sample in the run. heads: (start, stop) of this rank's query heads.
+    """
+
+    def __init__(
+        self, rate: float, seed: int, layer: str, step: int | Tensor, samples: Tensor, heads: tuple[int, int]
+    ) -> None:
+        self.rate = rate
+        steps = samples.new_zeros(()) + step
+        key = _mixed(steps * _GOLDEN + _digest(seed, f"dropout\0{layer}"))
+        key = _mixed(key + samples * _GOLDEN).unsqueeze(1)
+        self.keys = _mixed(key + torch.arange(*heads, device=samples.device) * _GOLDEN)  # (B, H)
+        self.queries: Tensor | None = None
+        self.slots: Tensor | None = None
+
+    def part(self, row: int, queries: Tensor, slots: Tensor) -> Dropout:
+        """The same masks for one sample of the batch, at the given query slots (S,) and key slots (T,) only."""
+        return self._at(self.keys[row : row + 1], queries, slots)
+
+    def block(self, start: int, stop: int, low: int, high: int, queries: int, keys: int) -> Dropout:
+        """The same masks for queries start..stop - 1 and keys low..high - 1 out of `queries` x `keys`."""
+        device = self.keys.device
+        asking = torch.arange(queries, device=device) if self.queries is None else self.queries
+        slots = torch.arange(keys, device=device) if self.slots is None else self.slots
+        return self._at(self.keys, asking[start:stop], slots[low:high])
+
+    def _at(self, keys: Tensor, queries: Tensor, slots: Tensor) -> Dropout:
+        other = object.__new__(Dropout)
+        other.rate, other.keys, other.queries, other.slots = self.rate, keys, queries, slots
+        return other
+
+    def multiplier(self, dtype: torch.dtype) -> Tensor:
+        """(B, H, S, T): 0 where a weight is dropped, 1 / (1 - rate) elsewhere."""
+        cell = (self.queries.unsqueeze(1) << 32) + self.slots  # (S, T)
+        bits = (_mixed(self.keys.view(*self.keys.shape, 1, 1) + _mixed(cell)) >> 11) & (2**53 - 1)
+        return (bits >= int(self.rate * 2**53)).to(dtype) / (1 - self.rate)
+
+
+def _digest(seed: int, name: str) -> int:
+    """A signed 64-bit number out of (seed, name)."""
+    return int.from_bytes(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:8], "little", signed=True)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The finalizer of splitmix64 (Steele 2014) on int64, whose product wraps around."""
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _MULTIPLIERS[0]
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _MULTIPLIERS[1]
+    return x ^ ((x >> 31) & (2**33 - 1))

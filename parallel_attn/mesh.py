@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from parallel_attn.errors import PeerLost, SettingsError
 
@@ -174,15 +175,26 @@ def start(device: torch.device, *, tensor: int = 1, data: int | None = None, tim
         backend = "nccl" if device.type == "cuda" else "gloo"
         # nccl binds to its device at once (eager start, a clear error here rather than in the first collective)
         options = {"device_id": device} if device.type == "cuda" else {}
+        timeout = timedelta(seconds=timeout_seconds)
         if not launched():  # no launcher: a world of one, without any port
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **options)
+        elif restarts := _restarts():
+            # The launcher's store lives on: a rank could find the address of a peer of the attempt before.
+            store = next(rendezvous("env://", timeout=timeout))[0]
+            options |= {"store": dist.PrefixStore(f"restart{restarts}", store), "rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=timeout, **options)
     key = dist.group.WORLD, data, tensor
     if key not in _meshes:  # the jobs of a sweep share their groups: each group costs threads and sockets
         made = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
         world = AxisGroup(dist.group.WORLD, rank, world_size)
         _meshes[key] = Mesh(made, device, AxisGroup.of(made, axis="data"), AxisGroup.of(made), world)
     return _meshes[key]
+
+
+def _restarts() -> int:
+    """How often torchrun has started all ranks of this world anew, on one machine; on several, its agents count apart."""
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if one_machine else 0
 
 
 def lost_contact(error: BaseException) -> bool:

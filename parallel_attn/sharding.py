@@ -54,6 +54,10 @@ class HeadPlan:
     num_heads: int
     num_kv_heads: int
     degree: int
+    kv_key: str = "num_kv_heads"
+    """Key `attention.<kv_key>` that sets `num_kv_heads`, for messages."""
+    kv_name: str = "KV head"
+    """What a type shares among its query heads, for the table."""
 
     def __post_init__(self) -> None:
         heads, kv_heads, degree = self.num_heads, self.num_kv_heads, self.degree
@@ -62,7 +66,7 @@ class HeadPlan:
         if kv_heads < 1 or heads % kv_heads:
             divisors = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
             raise SettingsError(
-                f"attention.num_kv_heads={kv_heads} does not divide attention.num_heads={heads}: use one of {divisors}"
+                f"attention.{self.kv_key}={kv_heads} does not divide attention.num_heads={heads}: use one of {divisors}"
             )
         if not 1 <= degree <= heads:
             raise SettingsError(
@@ -110,7 +114,7 @@ class HeadPlan:
 
     def table(self, **columns: list[str]) -> str:
         """Rank -> query heads, KV heads, copies, and further columns (a cell for each rank), under a title line."""
-        header = ("rank", "query heads", "KV heads", "copies of its KV heads", *columns)
+        header = ("rank", "query heads", f"{self.kv_name}s", f"copies of its {self.kv_name}s", *columns)
         rows = [
             (
                 str(rank),
@@ -124,7 +128,8 @@ class HeadPlan:
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [header, *rows]]
         title = (
-            f"{self.num_heads} query heads, {self.num_kv_heads} KV heads on {self.degree} "
+            f"{self.num_heads} query head{'s' * (self.num_heads > 1)}, {self.num_kv_heads} {self.kv_name}"
+            f"{'s' * (self.num_kv_heads > 1)} on {self.degree} "
             f"rank{'s' if self.degree > 1 else ''}: imbalance {self.imbalance:.2f}"
         )
         return "\n".join([title, *lines])

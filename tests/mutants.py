@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from parallel_attn import collectives
+from parallel_attn import collectives, sharding
 from parallel_attn.attention import grouped
 from parallel_attn.nn import linear, norm
 
@@ -52,20 +52,17 @@ def _statistic_gradient_not_summed():
     """The full-width norm's sum of squares without its copy: its gradient covers this rank's heads only."""
 
     def copy(x, axis):
-        return x if x.dim() == 3 else collectives.copy(x, axis)
+        return x if x.dim() == 2 else collectives.copy(x, axis)
 
     return mock.patch.object(grouped, "copy", copy)
 
 
 def _statistic_counts_every_copy():
-    return mock.patch.object(grouped.HeadPlan, "owns_kv", lambda plan, rank: True)
+    return mock.patch.object(sharding.HeadPlan, "owns_kv", lambda plan, rank: True)
 
 
 def _full_norm_gain_not_summed():
-    def copy(x, axis):
-        return x if x.dim() == 1 else collectives.copy(x, axis)
-
-    return mock.patch.object(grouped, "copy", copy)
+    return mock.patch.object(norm, "copy", _identity)
 
 
 def _head_norm_gain_not_summed():

@@ -1,4 +1,22 @@
-from parallel_attn.attention.base import Attention, AttentionConfig
+from parallel_attn.attention.base import Attention
+from parallel_attn.attention.config import AttentionConfig
+from parallel_attn.attention.cross import CrossAttention, CrossConfig
 from parallel_attn.attention.grouped import GroupedConfig, GroupedQueryAttention
+from parallel_attn.attention.grouped_latent import GroupedLatentAttention, GroupedLatentConfig
+from parallel_attn.attention.latent import LatentConfig, MultiHeadLatentAttention
+from parallel_attn.attention.tied import GroupedTiedAttention, TiedConfig
 
-__all__ = ["Attention", "AttentionConfig", "GroupedConfig", "GroupedQueryAttention"]
+__all__ = [
+    "Attention",
+    "AttentionConfig",
+    "CrossAttention",
+    "CrossConfig",
+    "GroupedConfig",
+    "GroupedLatentAttention",
+    "GroupedLatentConfig",
+    "GroupedQueryAttention",
+    "GroupedTiedAttention",
+    "LatentConfig",
+    "MultiHeadLatentAttention",
+    "TiedConfig",
+]

@@ -1,4 +1,5 @@
-"""What every attention type shares: its settings, its place on the tensor axis, and what it must declare.
+"""What every attention type shares: its settings, its place on the tensor axis, what stands between its projections and
+its output, and what it must declare.
 
 A new type is a subclass in a file of its own plus one YAML that names it. It declares its projections and how each is
 sharded (by building them), its forward, and its cache and FLOPs (by the two methods below).
@@ -7,53 +8,25 @@ sharded (by building them), its forward, and its cache and FLOPs (by the two met
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from parallel_attn.attention.config import AttentionConfig, check_settings, resolved_config
+from parallel_attn.attention.kernels import attend
+from parallel_attn.collectives import gather
 from parallel_attn.errors import SettingsError
+from parallel_attn.initialization import Dropout, constant, fan_in_normal
+from parallel_attn.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_attn.nn.module import Placement, ShardedModule
-from parallel_attn.nn.rotary import RopeConfig
-from parallel_attn.sharding import HeadPlan
-
-
-@dataclass
-class AttentionConfig:
-    """Settings that any type can have. Each field is a key `attention.<field>`."""
-
-    num_heads: int
-    head_dim: Optional[int] = None
-    v_head_dim: Optional[int] = None
-    bias: str = "none"
-    causal: bool = True
-    qk_norm: str = "none"
-    qk_norm_zero_centered: bool = False
-    rope: RopeConfig = field(default_factory=RopeConfig)
-
-
-def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise SettingsError(f"{key}={value} is not one of: {', '.join(choices)}")
-
-
-def check_types(config: AttentionConfig) -> None:
-    """Raises SettingsError for a count that is no whole number, and for rope settings of another kind."""
-    for key, value in vars(config).items():
-        if key.endswith(("_dim", "_heads", "_rank")) and value is not None and type(value) is not int:
-            raise SettingsError(f"attention.{key}={value!r} must be a whole number")
-    if isinstance(config.rope, dict):
-        unknown = set(config.rope) - set(RopeConfig.__dataclass_fields__)
-        if unknown:
-            raise SettingsError(f"attention.rope has no {sorted(unknown)}: {', '.join(RopeConfig.__dataclass_fields__)}")
-        config.rope = RopeConfig(**config.rope)
-    if not isinstance(config.rope, RopeConfig):
-        raise SettingsError(f"attention.rope={config.rope!r} is not a mapping of theta, fraction and style")
+from parallel_attn.nn.rotary import Rotary
+from parallel_attn.sharding import HeadPlan, scale_ranges
 
 
 class Attention(ShardedModule, ABC):
-    """Base of all attention types: x (B, S, D) replicated over the tensor axis -> (B, S, D) replicated.
+    """Base of all attention types: x (B, S, D) replicated over the tensor axis -> (B, S, D) replicated, or
+    (B, S, H Ev) with `output_projection=False`.
 
     hidden_size: D. config: the type's `Config`, or its fields as keywords.
     tensor_parallel: a DeviceMesh (one dim, or with a dim called "tensor"), a process group, or None for one rank.
@@ -61,10 +34,15 @@ class Attention(ShardedModule, ABC):
     number, so that two layers never start identical.
     output_scale multiplies the initial std of the output projection; norm_eps belongs to the q/k norms.
 
+    Settings that every type has: gate (Qiu 2025, G1: the heads' output times the sigmoid of a projection of x, for each
+    element or one for each head), window, sinks, soft_cap, dropout, biases, output_projection.
+
     Raises SettingsError for settings that cannot work.
     """
 
     Config: ClassVar[type[AttentionConfig]] = AttentionConfig
+    cannot_honour: ClassVar[dict[str, str]] = {}
+    """Settings that must keep the default of this type's Config, each with the reason."""
 
     def __init__(
         self,
@@ -86,42 +64,132 @@ class Attention(ShardedModule, ABC):
                 "attention", tensor=tensor_parallel, name=name, seed=seed, device=device, dtype=dtype
             )
         super().__init__(placement)
-        if config is None:
-            known = {f.name for f in fields(self.Config)}
-            for key in settings:
-                if key not in known:
-                    raise SettingsError(f"attention.{key} is not a setting of {type(self).__name__}: {sorted(known)}")
-            config = self.Config(**settings)
-        elif not isinstance(config, self.Config):
-            raise SettingsError(
-                f"{type(self).__name__}: config={config!r} is not a {self.Config.__name__}, give its fields as keywords"
-            )
-        elif settings:
-            raise SettingsError(f"{type(self).__name__}: give a config or its fields {sorted(settings)}, not both")
-        self.hidden_size, self.config = hidden_size, config
-        check_types(config)
+        self.hidden_size = hidden_size
+        self.config = resolved_config(self, config, settings)
+        check_settings(self)
         self.output_scale, self.norm_eps = output_scale, norm_eps
-        check_choice("attention.bias", config.bias, ("none", "qkv", "all"))
-        check_choice("attention.qk_norm", config.qk_norm, ("none", "head", "full"))
-        self.head_dim = self.resolve_head_dim()
-        self.v_head_dim = config.v_head_dim if config.v_head_dim is not None else self.head_dim
+        self.head_dim, self.v_head_dim = self.head_widths()
         for key, width in (("head_dim", self.head_dim), ("v_head_dim", self.v_head_dim)):
             if width < 1:
                 raise SettingsError(f"attention.{key}={width} must be at least 1")
 
-    def resolve_head_dim(self) -> int:
-        config = self.config
-        if config.head_dim is not None:
-            return config.head_dim
-        if config.num_heads < 1 or self.hidden_size % config.num_heads:
-            raise SettingsError(
-                f"attention.num_heads={config.num_heads} does not divide model.hidden_size={self.hidden_size}: "
-                f"set attention.head_dim"
-            )
-        return self.hidden_size // config.num_heads
-
+    reads_memory: ClassVar[bool] = False
+    """Whether keys and values come from another sequence: forward(x, memory)."""
     plan: HeadPlan
     """Which heads this type puts on which rank."""
+    scale: float
+    """What the products of queries and keys are multiplied with."""
+
+    def head_widths(self) -> tuple[int, int]:
+        """(E, Ev): widths of a query/key head and of a value head."""
+        width = self.config.head_dim if self.config.head_dim is not None else self.even_share()
+        return width, self.config.v_head_dim if self.config.v_head_dim is not None else width
+
+    def even_share(self) -> int:
+        """hidden_size / num_heads: the default width of a head. Raises SettingsError if that is no whole number."""
+        heads = self.config.num_heads
+        if heads < 1 or self.hidden_size % heads:
+            raise SettingsError(
+                f"attention.num_heads={heads} does not divide model.hidden_size={self.hidden_size}: "
+                f"set {self.width_keys}"
+            )
+        return self.hidden_size // heads
+
+    width_keys: ClassVar[str] = "attention.head_dim"
+    """The keys that say what `even_share` would guess."""
+
+    # ---- what subclasses build from -------------------------------------------------------------------------------
+
+    def column(self, name: str, heads: int, ranges, width: int, *, inputs: int | None = None, bias: bool = False):
+        """A projection by head: `inputs` (default D) -> heads * width, cut by `ranges` of heads."""
+        rows = scale_ranges(ranges, width)
+        return ColumnParallelLinear(
+            self.placement.child(name), inputs or self.hidden_size, heads * width, rows, bias=bias
+        )
+
+    def build_output(self, *, gate_bias: bool = False) -> None:
+        """Gate, sinks and output projection: all cut with this rank's query heads. Needs `self.plan`."""
+        config, heads, query = self.config, self.config.num_heads, self.plan.query_heads
+        self.gate = self.o = None
+        if config.gate != "none":
+            width = self.v_head_dim if config.gate == "elementwise" else 1
+            self.gate = self.column("gate", heads, query, width, bias=gate_bias)
+        if config.sinks:
+            self.new_parameter("sinks", (heads,), constant(0.0), dim=0, ranges=query)
+        if config.output_projection:
+            self.o = RowParallelLinear(
+                self.placement.child("o"),
+                heads * self.v_head_dim,
+                self.hidden_size,
+                scale_ranges(query, self.v_head_dim),
+                bias=config.bias == "all",
+                initializer=fan_in_normal(self.output_scale),
+            )
+
+    @property
+    def gates(self) -> list[ColumnParallelLinear]:
+        """The gate's projection, if any: to be computed with what else reads x by heads."""
+        return [] if self.gate is None else [self.gate]
+
+    def rotary_of(self, width: int, *, fraction: float = 1.0) -> Rotary:
+        """Rotary embedding of the first `fraction` of vectors of `width`, with this layer's rope settings."""
+        rope = self.config.rope
+        return Rotary(width, theta=rope.theta, fraction=fraction, style=rope.style, scaling=rope.scaling)
+
+    def core(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        key_padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        samples: Tensor | None,
+        step: int | Tensor | None,
+    ) -> Tensor:
+        """q (B, S, H_local, E), k (B, T, K_local, E), v (B, T, K_local, Ev) -> (B, S, H_local, Ev)."""
+        config = self.config
+        return attend(
+            q,
+            k,
+            v,
+            scale=self.scale,
+            causal=config.causal,
+            window=config.window,
+            sinks=self.sinks if config.sinks else None,
+            soft_cap=config.soft_cap,
+            dropout=self.dropout(samples, step),
+            key_padding_mask=key_padding_mask,
+            document_ids=document_ids,
+        )
+
+    def dropout(self, samples: Tensor | None, step: int | Tensor | None) -> Dropout | None:
+        """The masks of this forward; None outside training. Raises ValueError when `samples` or `step` is not given."""
+        if not self.config.dropout or not self.training:
+            return None
+        if samples is None or step is None:
+            raise ValueError(
+                f"attention.dropout={self.config.dropout} in training: forward needs samples (B,), the index of each sample "
+                f"in the run, and step, so that the masks are the same at every degree and after a restart"
+            )
+        heads = self.plan.query_heads[self.tensor_axis.rank]
+        return Dropout(self.config.dropout, self.placement.seed, self.placement.name, step, samples, heads)
+
+    def output(self, heads: Tensor, gate: Tensor | None) -> Tensor:
+        """heads (B, S, H_local, Ev), gate (B, S, H_local Ev or H_local) or None -> (B, S, D), replicated."""
+        if gate is not None:
+            width = self.v_head_dim if self.config.gate == "elementwise" else 1
+            heads = heads * torch.sigmoid(gate).unflatten(-1, (-1, width))
+        flat = heads.flatten(-2)
+        if self.o is not None:
+            return self.o(flat)
+        return gather(flat, self.tensor_axis, -1, scale_ranges(self.plan.query_heads, self.v_head_dim))
+
+    @property
+    def output_width(self) -> int:
+        return self.hidden_size if self.o is not None else self.config.num_heads * self.v_head_dim
+
+    # ---- what a type declares --------------------------------------------------------------------------------------
 
     @abstractmethod
     def forward(
@@ -131,11 +199,14 @@ class Attention(ShardedModule, ABC):
         positions: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
+        samples: Tensor | None = None,
+        step: int | Tensor | None = None,
     ) -> Tensor:
         """x (B, S, D) -> (B, S, D).
 
         positions (S,) or (B, S): default 0..S-1. key_padding_mask (B, S) bool, True where a token is real: what padded
         slots hold, even a NaN, reaches no other slot and no gradient. document_ids (B, S): attention stays inside equal ids.
+        samples (B,) int64, step: index of each sample in the run and the optimizer step, for dropout in training.
         """
 
     @abstractmethod
@@ -145,3 +216,13 @@ class Attention(ShardedModule, ABC):
     @abstractmethod
     def core_flops_per_token(self, context: int) -> int:
         """Forward FLOPs (2 per multiply-add) of scores and weighted sum for one query over `context` keys, all heads."""
+
+    def local_plan_range(self, ranges, rank: int | None = None) -> int:
+        """How many of the heads in `ranges` (one range per rank) tensor rank `rank` (default: this one) holds."""
+        start, stop = ranges[self.tensor_axis.rank if rank is None else rank]
+        return stop - start
+
+
+def without_padding(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """x (B, S, D) with padded slots zeroed: they cannot leak through 0 * NaN, neither forward nor into a weight gradient."""
+    return x if key_padding_mask is None else x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)

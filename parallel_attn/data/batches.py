@@ -22,7 +22,7 @@ IGNORE = -100  # a target that does not count
 class Batch:
     """One micro batch, all [B, S] int64.
 
-    targets: the token after each one; IGNORE: none. document_ids: which document of its row a token belongs to, from 0;
+    targets: the token after each one; IGNORE: none. samples [B]: index of each sample in the run. document_ids: which document of its row a token belongs to, from 0;
     an end of text belongs to the document it closes. None: attention does not stop at documents. target_bytes: bytes of
     text behind each target, 0 where it is ignored or special; bits per byte divides by their sum. None: training.
     """
@@ -31,12 +31,17 @@ class Batch:
     targets: torch.Tensor
     document_ids: torch.Tensor | None = None
     target_bytes: torch.Tensor | None = None
+    samples: torch.Tensor | None = None
+
+    def given(self) -> dict[str, torch.Tensor | None]:
+        """What a model's forward takes beside tokens and targets."""
+        return {"document_ids": self.document_ids, "samples": self.samples}
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device; to CUDA from pinned memory, without waiting."""
         if device.type == "cpu":
             return self
-        parts = (self.tokens, self.targets, self.document_ids, self.target_bytes)
+        parts = (self.tokens, self.targets, self.document_ids, self.target_bytes, self.samples)
         return Batch(*(p if p is None else p.pin_memory().to(device, non_blocking=True) for p in parts))
 
 
@@ -135,8 +140,12 @@ class TrainBatches:
         first = self.position(step) + self.data_rank * self.replica_batch_size
         samples = self.order.samples(first, first + self.replica_batch_size)
         size = self.micro_batch_size
-        micro_batches = (samples[at : at + size] for at in range(0, len(samples), size))
-        return [read_batch(self.tokens, ids, self.seq_len, documents=self.documents) for ids in micro_batches]
+        micro_batches = []
+        for at in range(0, len(samples), size):
+            batch = read_batch(self.tokens, samples[at : at + size], self.seq_len, documents=self.documents)
+            batch.samples = torch.arange(first + at, first + at + len(batch.tokens))
+            micro_batches.append(batch)
+        return micro_batches
 
 
 class EvalBatches:

@@ -12,7 +12,8 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from parallel_attn.attention.base import Attention, AttentionConfig
+from parallel_attn.attention.base import Attention
+from parallel_attn.attention.config import AttentionConfig
 from parallel_attn.collectives import gather
 from parallel_attn.errors import SettingsError
 from parallel_attn.mesh import AxisGroup
@@ -72,11 +73,17 @@ class Block(ShardedModule):
             output_scale=scale,
             norm_eps=model.norm_eps,
         )
+        if self.attention.output_width != model.hidden_size:
+            raise SettingsError(
+                f"attention.output_projection=false gives {self.attention.output_width} = heads x v_head_dim where "
+                f"model.hidden_size={model.hidden_size} is needed: set attention.v_head_dim, or true"
+            )
         self.mlp_norm = RMSNorm(placement.child("mlp_norm"), model.hidden_size, **norm)
         self.mlp = SwiGLU(placement.child("mlp"), model.hidden_size, model.mlp.hidden_size, output_scale=scale)
 
-    def forward(self, x: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), document_ids=document_ids)
+    def forward(self, x: Tensor, **given: Tensor | int | None) -> Tensor:
+        """given: document_ids, samples, step: see Attention.forward."""
+        x = x + self.attention(self.attention_norm(x), **given)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -107,6 +114,8 @@ class DecoderLM(ShardedModule):
         model.check()
         if model.vocab_size is None:
             raise SettingsError("model.vocab_size=null: a model built without a tokenizer needs the number of tokens")
+        if attention_class.reads_memory:
+            raise SettingsError(f"attention: {attention_class.__name__} reads an encoder's states: use model=encoder_decoder")
         if not attention.causal:
             raise SettingsError("attention.causal=false: a decoder language model would see its targets, use true")
         self.config, self.compute_dtype = model, compute_dtype
@@ -130,19 +139,21 @@ class DecoderLM(ShardedModule):
         targets: Tensor | None = None,
         *,
         document_ids: Tensor | None = None,
+        samples: Tensor | None = None,
+        step: int | Tensor | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> Tensor:
         """tokens (B, S) -> logits (B, S, V), whole on every rank; with targets (B, S): the *sum* of the losses in nats.
 
-        Targets of -100 count nothing. The sum divided by the number of valid targets is the mean; a sum can be split over
+        document_ids, samples, step: as in Attention.forward (the last two for dropout). Targets of -100 count nothing. The sum divided by the number of valid targets is the mean; a sum can be split over
         micro batches and replicas without changing the total.
         """
         x = self.embedding(tokens)
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
         for layer in self.layers:
-            x = layer(x, document_ids=document_ids)
+            x = layer(x, document_ids=document_ids, samples=samples, step=step)
         logits = self.head(self.norm(x))
         if targets is None:
             return gather(logits, self.tensor_axis, -1, self.embedding.ranges)

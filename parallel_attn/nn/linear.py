@@ -15,7 +15,7 @@ from parallel_attn.collectives import copy, finish, reduce, start_all_reduce
 from parallel_attn.initialization import Initializer, constant, fan_in_normal
 from parallel_attn.mesh import AxisGroup
 from parallel_attn.nn.module import Placement, ShardedModule
-from parallel_attn.sharding import Range
+from parallel_attn.sharding import Range, scale_ranges
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -58,17 +58,19 @@ class ColumnParallelLinear(ShardedModule):
         return column_parallel(x, [self])[0]
 
 
-def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear], *, summed: bool = True) -> tuple[Tensor, ...]:
     """Several column-parallel linears on one replicated input x (..., D), with one all-reduce in backward.
 
     The gradient of x is summed locally over the layers, its all-reduce is started, and the weight gradients are computed
     while it travels. The compute dtype is that of x, or autocast's: weights are cast to it (fp32 masters under bf16 compute).
+    summed=False: whatever made x owes its gradient the sum over the axis (a `copy`, an `all_gather`): none is made here.
     """
     kind = x.device.type  # (the meta device has no autocast to ask for)
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     weights, biases = zip(*(layer.shared_weights() for layer in layers))
-    return _ColumnParallel.apply(x, layers[0].tensor_axis, len(layers), *weights, *biases)
+    axis = layers[0].tensor_axis if summed else AxisGroup()
+    return _ColumnParallel.apply(x, axis, len(layers), *weights, *biases)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -148,3 +150,47 @@ class RowParallelLinear(ShardedModule):
         """x (..., D_local) -> (..., F), replicated."""
         y = reduce(F.linear(x, self.weight.to(x.dtype)), self.tensor_axis)
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class ReplicatedLinear(ShardedModule):
+    """y = x W^T + b with the whole weight (D -> F) on every rank: replicated in, replicated out, no collective."""
+
+    multiplies_input = True
+
+    def __init__(
+        self,
+        placement: Placement,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__(placement)
+        self.in_features, self.out_features = in_features, out_features
+        self.new_parameter("weight", (out_features, in_features), initializer or fan_in_normal(), decay=True)
+        if bias:
+            self.new_parameter("bias", (out_features,), constant(0.0))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D), replicated -> (..., F), replicated."""
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class HeadLinear(ColumnParallelLinear):
+    """One input per group of heads (grouped latent attention): x (..., K_local, C) -> (..., H_local, F).
+
+    The full weight is (H F, C); heads of group k read x[..., k, :]. x is rank-local: its gradient owes no sum.
+    """
+
+    def __init__(self, placement: Placement, in_features: int, head_features: int, heads: int, ranges) -> None:
+        super().__init__(placement, in_features, heads * head_features, scale_ranges(ranges, head_features))
+        self.head_features = head_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K_local, C) -> (..., H_local, F)."""
+        groups = x.shape[-2]
+        weight = self.shared_weights()[0].to(x.dtype).unflatten(0, (groups, -1))
+        return torch.einsum("...kc,kfc->...kf", x, weight).unflatten(-1, (-1, self.head_features)).flatten(-3, -2)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from parallel_attn.collectives import copy
 from parallel_attn.initialization import constant
 from parallel_attn.nn.module import Placement, ShardedModule
+from parallel_attn.sharding import scale_ranges
 
 
 def refuse_second_derivative(what: str) -> None:
@@ -51,6 +52,25 @@ class RMSNorm(ShardedModule):
         """x (..., D) -> (..., D), in the dtype of x."""
         wide = at_least_float32(x)
         return rms_norm(wide, self.gain(wide.dtype), self.eps).to(x.dtype)
+
+
+class HeadGain(ShardedModule):
+    """A gain (heads * E,) cut with its heads, for a norm over all heads together or one with a gain for each head.
+
+    The gain of a head that several ranks hold passes through a `copy` over them.
+    """
+
+    def __init__(self, placement: Placement, width: int, heads: int, ranges, *, zero_centered: bool = False) -> None:
+        super().__init__(placement)
+        self.width, self.full_width, self.zero_centered = width, heads * width, zero_centered
+        rows = scale_ranges(ranges, width)
+        self.new_parameter("weight", (heads * width,), constant(0.0 if zero_centered else 1.0), dim=0, ranges=rows)
+        self.copies = self.tensor_axis.subgroup(self.shards["weight"].holders)
+
+    def forward(self, dtype: torch.dtype) -> Tensor:
+        """The multiplier of this rank's heads (heads_local, E) in `dtype`."""
+        gain = copy(self.weight, self.copies).to(dtype).unflatten(0, (-1, self.width))
+        return gain + 1 if self.zero_centered else gain
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

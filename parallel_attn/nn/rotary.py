@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from torch import Tensor
 
 from parallel_attn.errors import SettingsError
+from parallel_attn.nn.rope_scaling import RopeScaling, as_scaling
 
 STYLES = ("half", "interleaved")
 
@@ -22,41 +24,75 @@ class RopeConfig:
     theta: float = 10000.0
     fraction: float = 1.0
     style: str = "half"
+    scaling: Optional[RopeScaling] = None
+
+    def __post_init__(self) -> None:
+        self.scaling = as_scaling(self.scaling)
 
 
 class Rotary:
     """Turns queries and keys. Not a Module and without buffers: a cast of the model cannot reach its tables.
 
     Tables are computed in float64 and kept in float32, or float64 for float64 inputs.
-    Raises SettingsError for an odd rotary width, an unknown style, theta <= 0, a fraction outside (0, 1].
+    fraction=0: no positions at all, a call returns its input. scaling: a RopeScaling, its fields as a dict, or None.
+    score_factor: what a type whose scaling asks for it (DeepSeek's) multiplies its softmax scale with; 1.0 otherwise.
+
+    Raises SettingsError for an odd rotary width, an unknown style, theta <= 0, a fraction outside [0, 1], and for
+    scaling settings that cannot work.
     """
 
-    def __init__(self, head_dim: int, *, theta: float = 10000.0, fraction: float = 1.0, style: str = "half") -> None:
-        if not 0.0 < fraction <= 1.0:
-            raise SettingsError(f"attention.rope.fraction={fraction} is not in (0, 1]")
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        theta: float = 10000.0,
+        fraction: float = 1.0,
+        style: str = "half",
+        scaling: RopeScaling | dict | None = None,
+    ) -> None:
+        if not 0.0 <= fraction <= 1.0:
+            raise SettingsError(f"attention.rope.fraction={fraction} is not in [0, 1]")
         if not 0 < theta < math.inf:
             raise SettingsError(f"attention.rope.theta={theta} must be positive and finite")
         if style not in STYLES:
             raise SettingsError(f"attention.rope.style={style} is not one of: {', '.join(STYLES)}")
         width = int(head_dim * fraction)
-        if width < 2 or width % 2:
+        if fraction > 0 and (width < 2 or width % 2):
             raise SettingsError(
                 f"attention.rope.fraction={fraction} of attention.head_dim={head_dim} is a rotary width of {width}: "
-                f"it must be even and at least 2"
+                f"it must be even and at least 2, or the fraction 0 for no rotation"
             )
-        self.width, self.theta, self.style = width, theta, style
+        scaling = as_scaling(scaling)
+        if scaling is not None and width == 0:
+            raise SettingsError(
+                f"attention.rope.scaling.type={scaling.type} has nothing to scale at attention.rope.fraction=0: use null"
+            )
+        self.width, self.theta, self.style, self.scaling = width, theta, style, scaling
+        self.score_factor = 1.0 if scaling is None else scaling.score_factor
+        self.frequencies(torch.device("cpu"))  # settings that do not fit each other stop here
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def of(cls, head_dim: int, rope: RopeConfig) -> Rotary:
+        """The rotary of a head with all the settings of `rope`."""
+        return cls(head_dim, theta=rope.theta, fraction=rope.fraction, style=rope.style, scaling=rope.scaling)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians per token of each pair of dims, (R/2,), float64."""
+        exponents = torch.arange(0, self.width, 2, device=device, dtype=torch.float64) / max(self.width, 1)
+        unscaled = self.theta**-exponents
+        return unscaled if self.scaling is None else self.scaling.frequencies(unscaled, self.theta)
 
     def angles(self, positions: Tensor) -> Tensor:
         """positions (...) -> angles (..., R/2), float64."""
-        exponents = torch.arange(0, self.width, 2, device=positions.device, dtype=torch.float64) / self.width
-        return positions.to(torch.float64).unsqueeze(-1) * self.theta**-exponents
+        return positions.to(torch.float64).unsqueeze(-1) * self.frequencies(positions.device)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin of positions (S,) or (B, S) -> (..., S, 1, R/2), in float32 or float64."""
+        """cos, sin of positions (S,) or (B, S) -> (..., S, 1, R/2), in float32 or float64, times the scaling's factor."""
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
         angles = self.angles(positions).unsqueeze(-2)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        factor = 1.0 if self.scaling is None else self.scaling.cos_sin_factor
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
     def default_tables(self, length: int, offset: int, device: torch.device, dtype: torch.dtype):
         """Tables of positions offset .. offset + length - 1, kept for the next call."""
@@ -71,6 +107,8 @@ class Rotary:
 
     def __call__(self, x: Tensor, positions: Tensor | None = None, *, offset: int = 0) -> Tensor:
         """x (B, S, heads, E) -> the same shape and dtype, turned by `positions` (S,) or (B, S), or offset + 0..S-1."""
+        if self.width == 0:
+            return x
         if positions is None:
             cos, sin = self.default_tables(x.shape[1], offset, x.device, x.dtype)
         else:

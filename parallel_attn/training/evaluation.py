@@ -25,7 +25,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh) -> dict[str
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # nats, targets, bytes
     for batch in batches:
         batch = batch.to(mesh.device)
-        sums[0] += model(batch.tokens, batch.targets, document_ids=batch.document_ids).double()
+        sums[0] += model(batch.tokens, batch.targets, **batch.given()).double()
         sums[1] += (batch.targets != IGNORE).sum()
         sums[2] += batch.target_bytes.sum()
     model.train(was_training)

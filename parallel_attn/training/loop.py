@@ -145,7 +145,7 @@ class Loop:
         sums = all_reduce(torch.cat([valid[None], asked]), self.mesh.world)
         valid, asked = sums[0] / self.mesh.tensor.degree, sums[1:]  # exact: a sum of equal whole numbers
         scale = 1 / valid.clamp(min=1)
-        loss_sum = self.engine.forward_backward(batches, scale, **self.loss_settings)
+        loss_sum = self.engine.forward_backward(batches, scale, step=step, **self.loss_settings)
         loss = all_reduce(loss_sum.double(), self.mesh.data) * scale
         norm = self.engine.step(self.schedule.rate(step), loss.isfinite())
         finite = loss.isfinite() & norm.isfinite()

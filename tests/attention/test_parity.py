@@ -1,91 +1,62 @@
-"""The parity matrix of grouped-query attention, and mutants that it must catch."""
+"""The parity matrix of all attention types and of the settings that any type can have, and mutants that it must catch."""
 
 import pytest
 import torch
 
-from parallel_attn import GroupedQueryAttention
 from tests import mutants
+from tests.attention.family import HEADS, LATENT, TYPES, caught_case, check_case
 from tests.covering import pairwise
-from tests.parity import BOUNDS, Worst, compare, projected
 from tests.world import run
 
-HEADS = {  # (query heads, KV heads) for degree: multiple, fewer, one, not dividing
-    2: {"multiple": (8, 4), "fewer": (6, 1), "one": (4, 1), "odd": (5, 5), "mha": (4, 4)},
-    3: {"multiple": (6, 3), "fewer": (8, 2), "one": (7, 1), "odd": (8, 4), "mha": (7, 7)},
-    4: {"multiple": (8, 4), "fewer": (6, 2), "one": (8, 1), "odd": (18, 6), "mha": (6, 6)},
-}
 FACTORS = {
+    "type": ["gqa", *TYPES],  # the plain one twice: it is also MHA and MQA
     "degree": [2, 3, 4],
     "heads": ["multiple", "fewer", "one", "odd", "mha"],
     "bias": ["none", "qkv", "all"],
-    "qk_norm": ["none", "head", "full"],
+    "gate": ["none", "elementwise", "headwise"],
+    "norm": ["none", "head", "full"],  # of queries and keys; of the latents, where there are some
     "zero_centered": [False, True],
     "widths": [(8, None), (6, 10), (8, 4)],
-    "rope": [("half", 1.0), ("interleaved", 1.0), ("half", 0.5)],
+    "rope": [("half", 1.0), ("interleaved", 1.0), ("half", 0.5), ("half", 0.0)],
+    "query_latent": [None, 10],
+    "down": ["sharded", "replicated"],
+    "extra": ["none", "window", "sinks", "window+sinks", "soft_cap+sinks", "dropout", "dropout+soft_cap+window"],
     "causal": [True, False],
     "masking": ["none", "padding", "documents", "both"],
+    "output": [True, False],
     "dtype": [torch.float64, torch.float32],
 }
 
 
 def legal(case: dict) -> bool:
-    return (case["qk_norm"] != "none" or not case["zero_centered"]) and (case["rope"][1] == 1.0 or case["widths"][0] == 8)
+    kind = case["type"]
+    if kind in LATENT:
+        if case["bias"] == "qkv" or case["zero_centered"] or case["widths"] != (8, None) or case["rope"][1] == 0.5:
+            return False
+    elif case["query_latent"] or case["down"] == "replicated":
+        return False
+    if kind == "gta" and (case["norm"] != "none" or case["zero_centered"] or case["widths"] == (6, 10)):
+        return False
+    if kind == "cross" and ("window" in case["extra"] or case["causal"] or case["masking"] in ("documents", "both")):
+        return False
+    if case["bias"] == "all" and not case["output"]:
+        return False
+    return case["rope"][1] != 0.5 or case["widths"][0] == 8
 
 
 CASES = pairwise(FACTORS, legal)
-CASES += [
-    dict(degree=8, heads=heads, bias="all", qk_norm="full", zero_centered=False, widths=(8, 4), rope=("half", 1.0),
-         causal=True, masking="none", dtype=torch.float64)
-    for heads in ((8, 8), (12, 3), (9, 1))
-]  # fmt: skip
-
-
-def settings_of(case: dict) -> dict:
-    heads, kv_heads = HEADS[case["degree"]][case["heads"]] if isinstance(case["heads"], str) else case["heads"]
-    return dict(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=case["widths"][0],
-        v_head_dim=case["widths"][1],
-        bias=case["bias"],
-        qk_norm=case["qk_norm"],
-        qk_norm_zero_centered=case["zero_centered"],
-        rope={"style": case["rope"][0], "fraction": case["rope"][1]},
-        causal=case["causal"],
-    )
-
-
-def parity_case(case: dict, mutant: str | None = None) -> dict[str, float]:
-    hidden, batch, length = 24, 2, 9
-    dtype = case["dtype"]
-    x = torch.randn(batch, length, hidden, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    masks = {}
-    if case["masking"] in ("padding", "both"):
-        masks["key_padding_mask"] = torch.arange(length) < torch.tensor([[6], [9]])
-    if case["masking"] in ("documents", "both"):
-        masks["document_ids"] = torch.tensor([[0] * 4 + [1] * 5, [0] * 2 + [1] + [2] * 6])
-
-    def build(axis):
-        return GroupedQueryAttention(hidden, tensor_parallel=axis, name="layer", dtype=dtype, **settings_of(case))
-
-    with mutants.applied(mutant):  # over one rank, where the reference lives, every mutant is the right code
-        return compare(build, lambda layer, inputs: projected(layer(inputs[0], **masks)), [x.to(dtype)])
-
-
-def check_case(case: dict, mutant: str | None = None) -> None:
-    Worst(parity_case(case, mutant)).check(BOUNDS[case["dtype"]])
-
-
-def caught_case(case: dict, mutant: str) -> str:
-    """What the check says of a mutant, alike on all ranks: the world lives on."""
-    with pytest.raises(AssertionError) as caught:
-        check_case(case, mutant)
-    return str(caught.value)
+EIGHT = dict(
+    degree=8, bias="all", gate="elementwise", norm="full", zero_centered=False, widths=(8, None), rope=("half", 1.0),
+    query_latent=None, down="sharded", extra="none", causal=True, masking="none", output=True, dtype=torch.float64,
+)  # fmt: skip
+CASES += [EIGHT | {"type": "gqa", "heads": heads} for heads in ((8, 8), (12, 3), (9, 1))]
+CASES += [EIGHT | {"type": kind, "heads": (8, 2)} for kind in TYPES if kind != "gqa"]
 
 
 def name_of(case: dict) -> str:
     heads = case["heads"] if isinstance(case["heads"], str) else "x".join(map(str, case["heads"]))
-    return f"tp{case['degree']}-{heads}-bias_{case['bias']}-norm_{case['qk_norm']}-{case['masking']}-{str(case['dtype'])[6:]}"
+    parts = [f"tp{case['degree']}", case["type"], heads, case["gate"], case["norm"], case["extra"], case["masking"]]
+    return "-".join([*parts, str(case["dtype"])[6:]])
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -95,14 +66,11 @@ def test_sharded_layer_equals_one_process(case):
 
 def test_covering_set_is_small_and_whole():
     assert len(CASES) <= 150
-    seen = {(case["degree"], case["heads"]) for case in CASES}
-    assert seen >= {(degree, heads) for degree in (2, 3, 4) for heads in HEADS[2]}
+    assert {(case["degree"], case["heads"]) for case in CASES} >= {(d, heads) for d in (2, 3, 4) for heads in HEADS[2]}
+    assert {(case["degree"], case["type"]) for case in CASES} >= {(d, kind) for d in (2, 3, 4, 8) for kind in TYPES}
 
 
-MUTANT_CASE = dict(
-    degree=3, heads="fewer", bias="all", qk_norm="full", zero_centered=False, widths=(8, None), rope=("half", 1.0),
-    causal=True, masking="none", dtype=torch.float64,
-)  # fmt: skip
+MUTANT_CASE = EIGHT | dict(degree=3, type="gqa", heads="fewer", gate="none")
 
 
 @pytest.mark.parametrize("mutant", mutants.ATTENTION)
@@ -110,10 +78,10 @@ MUTANT_CASE = dict(
 def test_mutants_are_caught(mutant, dtype):
     """Each drops or doubles one reduction, or adds a bias twice; a matrix that stays green would be blind to it."""
     norm = "head" if mutant == "head_norm_gain_not_summed" else "full"
-    for message in run(3, caught_case, MUTANT_CASE | {"qk_norm": norm, "dtype": dtype}, mutant):
+    for message in run(3, caught_case, MUTANT_CASE | {"norm": norm, "dtype": dtype}, mutant):
         assert "beyond" in message or "copies" in message
 
 
 def test_without_a_mutant_the_same_case_passes():
     for norm in ("head", "full"):
-        run(3, check_case, MUTANT_CASE | {"qk_norm": norm})
+        run(3, check_case, MUTANT_CASE | {"norm": norm})

@@ -103,7 +103,8 @@ def test_tables_survive_a_cast_of_the_model_to_bfloat16():
     [
         (dict(head_dim=15), "attention.head_dim=15 is a rotary width of 15: it must be even"),
         (dict(head_dim=16, fraction=0.2), "rotary width of 3"),
-        (dict(head_dim=16, fraction=0.0), "attention.rope.fraction=0.0"),
+        (dict(head_dim=16, fraction=0.1), "rotary width of 1: .* or the fraction 0"),
+        (dict(head_dim=16, fraction=-0.5), "attention.rope.fraction=-0.5"),
         (dict(head_dim=16, fraction=1.5), "attention.rope.fraction=1.5"),
         (dict(head_dim=16, theta=-1.0), "attention.rope.theta=-1.0"),
         (dict(head_dim=16, style="spiral"), "attention.rope.style=spiral is not one of: half, interleaved"),

@@ -115,7 +115,7 @@ def error_lines(result) -> list[str]:
         (["engine=deepspeed", "engine.sharding=full"], "engine.sharding is a key of engine=torch"),
         (["model=7"], "error: Config group override must be a string"),
         (["lr=3"], "error: lr=3: lr is not a key; did you mean optimizer.lr?"),
-        (["attention=nope"], "error: attention=nope is not one of: gqa, mha, mqa"),
+        (["attention=nope"], "error: attention=nope is not one of: cross, gated_gqa, gla, gqa, gta, mha, mla,"),
         (["data.path=a=b.txt"], "quote a value with special characters"),
         (["--local-rank=0"], "error: --local-rank=0: start with torchrun"),
     ],

@@ -102,8 +102,16 @@ def test_a_run_id_that_never_changes_takes_over_no_finished_run(tmp_path):
     assert again.returncode == 0 and "nothing to do: run_dir=a has finished its 4 steps" in again.stdout
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_ctrl_c_ends_all_ranks_in_seconds_with_the_log_whole(tmp_path, size):
+@pytest.mark.parametrize(
+    "size, number",
+    [
+        (1, signal.SIGTERM),
+        (2, signal.SIGINT),  # Ctrl-C
+        pytest.param(1, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_all_ranks_in_seconds_with_the_log_whole(tmp_path, size, number):
     launcher = [] if size == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     settings = (*SMALL, "train.steps=100000", "train.log_every=1", "eval.every=0", f"parallel.tensor={size}")
     job = subprocess.Popen(
@@ -115,17 +123,20 @@ def test_ctrl_c_ends_all_ranks_in_seconds_with_the_log_whole(tmp_path, size):
         while time.monotonic() < until and not (run_dirs(tmp_path) and len(log(tmp_path)) > 5):
             time.sleep(0.1)
         assert len(log(tmp_path)) > 5
-        os.killpg(job.pid, signal.SIGINT)  # what a terminal does
+        os.killpg(job.pid, number)  # what a terminal does
         pressed = time.monotonic()
-        job.communicate(timeout=60)
-        assert job.returncode != 0 and time.monotonic() - pressed < 30
+        errors = job.communicate(timeout=60)[1]
+        assert time.monotonic() - pressed < 30
+        assert job.returncode == (128 + number if size == 1 else 1)  # torchrun keeps its ranks' codes for itself
+        assert errors.count(f"interrupted: {number.name}\n") == 1
     finally:
         kill_tree(job.pid)
     (run_dir,) = run_dirs(tmp_path)
     steps = [record["step"] for record in records(run_dir)]  # every line is whole
     assert steps == list(range(1, len(steps) + 1))
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["status"] == "interrupted" and summary["step"] == steps[-1]
+    assert (summary["status"], summary["error"]) == ("interrupted", f"Interrupted: {number.name}")
+    assert summary["step"] == steps[-1]
 
 
 def log(folder):

@@ -50,8 +50,9 @@ class Engine(ABC):
         """Raises SettingsError for settings that this engine cannot honour."""
 
     @abstractmethod
-    def forward_backward(self, batches: Sequence[Batch], scale: Tensor, **loss_settings: float) -> Tensor:
+    def forward_backward(self, batches: Sequence[Batch], scale: Tensor, **given: float) -> Tensor:
         """Runs all micro batches of one optimizer step. `scale` = 1 / valid targets of the whole global batch.
+        given: passed on to the model's forward (step, label_smoothing, z_loss).
 
         Returns the sum of this replica's losses in nats, unscaled (float64 scalar).
         """

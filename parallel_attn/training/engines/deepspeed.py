@@ -115,14 +115,14 @@ class DeepSpeedEngine(Engine):
             )
         self.module = self.engine.module
 
-    def forward_backward(self, batches: Sequence[Batch], scale: Tensor, **loss_settings: float) -> Tensor:
+    def forward_backward(self, batches: Sequence[Batch], scale: Tensor, **given: float) -> Tensor:
         total = scale.new_zeros((), dtype=torch.float64)
         # It averages over replicas and over micro batches, the loss is a sum over both.
         scale = scale * self.replicas.degree * len(batches)
         for index, batch in enumerate(batches):
             if index:
                 self.engine.step()  # closes the micro batch before; the optimizer moves only after the last one
-            loss = self.engine(batch.tokens, batch.targets, document_ids=batch.document_ids, **loss_settings)
+            loss = self.engine(batch.tokens, batch.targets, **batch.given(), **given)
             self.engine.backward(loss * scale.to(loss.dtype))
             total = total + loss.detach()
         return total

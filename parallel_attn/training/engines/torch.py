@@ -70,13 +70,13 @@ class TorchEngine(Engine):
             return nullcontext()
         return nullcontext() if last or self.wrapped is self.module else self.wrapped.no_sync()
 
-    def forward_backward(self, batches: Sequence[Batch], scale: Tensor, **loss_settings: float) -> Tensor:
+    def forward_backward(self, batches: Sequence[Batch], scale: Tensor, **given: float) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         total = scale.new_zeros((), dtype=torch.float64)
         scale = scale * self.replicas.degree  # DDP and FSDP2 average over replicas, the loss is a sum over them
         for index, batch in enumerate(batches):
             with self._accumulating(last=index == len(batches) - 1):
-                loss = self.wrapped(batch.tokens, batch.targets, document_ids=batch.document_ids, **loss_settings)
+                loss = self.wrapped(batch.tokens, batch.targets, **batch.given(), **given)
                 (loss * scale.to(loss.dtype)).backward()
             total = total + loss.detach()
         return total

@@ -1,0 +1,88 @@
+"""Cross attention: queries from a decoder, keys and values from an encoder's states (Vaswani 2017, section 3.2.3).
+
+Shapes: B batch, S decoder tokens, T encoder tokens, D / M width of decoder / encoder, H/K query/KV heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from parallel_attn.attention.base import without_padding
+from parallel_attn.attention.config import AttentionConfig
+from parallel_attn.attention.grouped import GroupedConfig, GroupedQueryAttention
+from parallel_attn.errors import SettingsError
+from parallel_attn.nn.linear import column_parallel
+from parallel_attn.nn.rotary import RopeConfig
+
+
+@dataclass
+class CrossConfig(GroupedConfig):
+    causal: bool = False
+    rope: RopeConfig = field(default_factory=lambda: RopeConfig(fraction=0.0))
+
+
+_NO_ORDER = "has no order between decoder and encoder tokens"
+
+
+class CrossAttention(GroupedQueryAttention):
+    """Grouped-query attention whose keys and values read `memory` (B, T, M); memory_size: M, by default D.
+
+    Parameters as in GroupedQueryAttention, with k.weight (K E, M) and v.weight (K Ev, M). No positions, not causal.
+    """
+
+    Config = CrossConfig
+    reads_memory = True
+    cannot_honour = {
+        "causal": _NO_ORDER,
+        "window": _NO_ORDER,
+        "rope": _NO_ORDER,
+    }
+
+    def __init__(
+        self, hidden_size: int, config: CrossConfig | None = None, *, memory_size: int | None = None, **kwargs: Any
+    ) -> None:
+        self.memory_size = hidden_size if memory_size is None else memory_size
+        super().__init__(hidden_size, config, **kwargs)
+
+    @classmethod
+    def config_from(cls, kind: type, config: AttentionConfig, key: str = "attention") -> CrossConfig:
+        """The cross form of a self-attention type's settings; what orders tokens must be at that type's defaults.
+
+        Raises SettingsError for a type that has none, and for such a setting.
+        """
+        if isinstance(config, CrossConfig):
+            return config
+        if kind is not GroupedQueryAttention:
+            raise SettingsError(
+                f"{key}: {kind.__name__} has no cross form; choose one of: cross, mha, mqa, gqa, gated_gqa"
+            )
+        untouched = GroupedConfig(num_heads=config.num_heads)
+        for name in ("causal", "window", "rope"):
+            if getattr(config, name) != getattr(untouched, name):
+                raise SettingsError(f"{key}.{name}={getattr(config, name)}: cross attention {_NO_ORDER}; leave it out")
+        kept = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("causal", "window", "rope")}
+        return CrossConfig(**kept)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        samples: Tensor | None = None,
+        step: int | Tensor | None = None,
+    ) -> Tensor:
+        """x (B, S, D), memory (B, T, M), both replicated -> (B, S, D).
+
+        key_padding_mask (B, T) bool, True where an encoder token is real: what the others hold reaches nothing, their
+        gradient is zero. samples, step: as in Attention.forward.
+        """
+        memory = without_padding(memory, key_padding_mask)
+        q, *gate = column_parallel(x, [self.q, *self.gates])
+        k, v = column_parallel(memory, [self.k, self.v])
+        q, k, v = self.heads(q, k, v)
+        masks = {"key_padding_mask": key_padding_mask, "document_ids": None}
+        return self.output(self.core(q, k, v, **masks, samples=samples, step=step), *gate or [None])

@@ -1,0 +1,92 @@
+"""Grouped latent attention (Zadouri, Strauss, Dao 2025): several latents, shared out over the ranks with their heads.
+
+Shapes: B batch, S sequence, D model width, H query heads, n latent heads, C latent width, N / R / Ev nope / rope / value
+head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from parallel_attn.attention.base import without_padding
+from parallel_attn.attention.latent import LatentAttention, LatentConfig
+from parallel_attn.nn.linear import HeadLinear, column_parallel
+from parallel_attn.nn.norm import HeadGain, at_least_float32, rms_norm
+from parallel_attn.sharding import HeadPlan
+
+
+@dataclass
+class GroupedLatentConfig(LatentConfig):
+    num_latent_heads: int = 2
+
+
+class GroupedLatentAttention(LatentAttention):
+    """`num_latent_heads` latents of width `kv_lora_rank`, each up-projected to the keys and values of its own group of
+    query heads; one rope key shared by all. Latents live on ranks as KV heads do, so the cache of a rank shrinks.
+
+    Parameters (full shapes): queries as in MultiHeadLatentAttention; kv_a.weight (n C, D), kv_a_norm gain (n C,) with a gain
+    for each latent, k_rope.weight (R, D), kv_b.weight (H (N + Ev), C), o.weight (D, H Ev). `bias=all`: q_a, kv_a, k_rope and o.
+    Defaults in units of hidden_size / num_heads: N 1, R 1/2, C 2, Ev N; n 2.
+    """
+
+    Config = GroupedLatentConfig
+    latents_per_head_dim = 2
+
+    def __init__(self, hidden_size: int, config: GroupedLatentConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(hidden_size, config, **kwargs)
+        heads, latents, degree = self.config.num_heads, self.config.num_latent_heads, self.tensor_axis.degree
+        self.plan = HeadPlan(heads, latents, degree, kv_key="num_latent_heads", kv_name="latent head")
+        self.build_queries()
+        bias = self.config.bias == "all"
+        self.kv_a = self.column("kv_a", latents, self.plan.kv_heads, self.latent_dim, bias=bias)
+        if self.config.latent_norm:
+            self.kv_a_norm = HeadGain(self.placement.child("kv_a_norm"), self.latent_dim, latents, self.plan.kv_heads)
+        if self.rope_dim:
+            # Every rank holds it whole and uses it for its own heads only: copies, as of an MQA's key.
+            self.k_rope = self.column("k_rope", 1, ((0, 1),) * degree, self.rope_dim, bias=bias)
+        self.kv_b = HeadLinear(
+            self.placement.child("kv_b"),
+            self.latent_dim,
+            self.nope_dim + self.v_head_dim,
+            heads,
+            self.plan.query_heads,
+        )
+        self.build_output()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        samples: Tensor | None = None,
+        step: int | Tensor | None = None,
+    ) -> Tensor:
+        x = without_padding(x, key_padding_mask)
+        direct = self.q_latent_dim is None
+        by_heads = [self.kv_a] + ([self.k_rope] if self.rope_dim else []) + ([self.q] if direct else []) + self.gates
+        q_latent, (latents, *rest) = self.project(x, [] if direct else [self.q_a], by_heads)
+        rope_key = rest.pop(0) if self.rope_dim else None
+        if direct:
+            q = rest.pop(0)
+        else:
+            q_latent = [self.q_a_norm(part) for part in q_latent] if self.config.latent_norm else q_latent
+            (q,) = column_parallel(*self.head_local(q_latent), [self.q_b], summed=False)
+        kv = self.kv_b(self.normed(latents.unflatten(-1, (-1, self.latent_dim))))
+        given = {"key_padding_mask": key_padding_mask, "document_ids": document_ids, "samples": samples, "step": step}
+        return self.attended(self.queries(q, positions), kv, rope_key, positions, *rest or [None], **given)
+
+    def normed(self, latents: Tensor) -> Tensor:
+        """(B, S, n_local, C) after the latent norms, if any."""
+        if not self.config.latent_norm:
+            return latents
+        wide = at_least_float32(latents)
+        ones = wide.new_ones(self.latent_dim)
+        return (rms_norm(wide, ones, self.config.latent_norm_eps) * self.kv_a_norm(wide.dtype)).to(latents.dtype)
+
+    def cache_elements_per_token(self, rank: int | None = None) -> int:
+        return self.local_plan_range(self.plan.kv_heads, rank) * self.latent_dim + self.rope_dim

@@ -1,0 +1,92 @@
+"""Grouped tied attention (Zadouri, Strauss, Dao 2025): one projection serves as value and as key.
+
+Shapes: B batch, S sequence, D model width, H query heads, K tied heads, E head width, R rope width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from parallel_attn.attention.base import Attention, without_padding
+from parallel_attn.attention.config import AttentionConfig
+from parallel_attn.attention.grouped import default_kv_heads
+from parallel_attn.errors import SettingsError
+from parallel_attn.nn.linear import column_parallel
+from parallel_attn.nn.rotary import RopeConfig
+from parallel_attn.sharding import HeadPlan
+
+
+@dataclass
+class TiedConfig(AttentionConfig):
+    num_kv_heads: Optional[int] = None
+    rope: RopeConfig = field(default_factory=lambda: RopeConfig(fraction=0.5))
+
+
+class GroupedTiedAttention(Attention):
+    """K tied heads, each the value (all E dims) and the first E - R dims of the key of its group of query heads; the last
+    R dims of every key are one shared rope key. R = E * rope.fraction, a half by default; 0: no positions.
+
+    Parameters (full shapes): q.weight (H E, D), kv.weight (K E, D), k_rope.weight (R, D), o.weight (D, H E); biases of
+    all but o with `bias=qkv`, of o too with `bias=all`. Softmax scale E ** -0.5.
+    """
+
+    Config = TiedConfig
+    cannot_honour = {
+        "v_head_dim": "has the same vectors for keys and values (attention.head_dim)",
+        "qk_norm": "would norm its values with its keys",
+        "qk_norm_zero_centered": "would norm its values with its keys",
+    }
+
+    def __init__(self, hidden_size: int, config: TiedConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(hidden_size, config, **kwargs)
+        config, degree = self.config, self.tensor_axis.degree
+        tied = config.num_kv_heads if config.num_kv_heads is not None else default_kv_heads(config.num_heads)
+        self.plan = HeadPlan(config.num_heads, tied, degree, kv_name="tied head")
+        self.scale = self.head_dim**-0.5
+        fraction, bias = config.rope.fraction, config.bias != "none"
+        self.rope_dim = int(self.head_dim * fraction) if 0 <= fraction <= 1 else -1
+        if self.rope_dim < 0 or self.rope_dim % 2 or (self.rope_dim == 0) != (fraction == 0):
+            raise SettingsError(
+                f"attention.rope.fraction={fraction} of attention.head_dim={self.head_dim} is a rope key of width "
+                f"{max(self.rope_dim, 0)}: it must be even, between 0 (fraction 0: no positions) and the head"
+            )
+        self.q = self.column("q", config.num_heads, self.plan.query_heads, self.head_dim, bias=bias)
+        self.kv = self.column("kv", tied, self.plan.kv_heads, self.head_dim, bias=bias)
+        self.rotary = self.rotary_of(self.rope_dim, fraction=float(self.rope_dim > 0))
+        if self.rope_dim:
+            # Every rank holds it whole and uses it for its own heads only: copies, as of an MQA's key.
+            self.k_rope = self.column("k_rope", 1, ((0, 1),) * degree, self.rope_dim, bias=bias)
+        self.build_output(gate_bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        samples: Tensor | None = None,
+        step: int | Tensor | None = None,
+    ) -> Tensor:
+        x = without_padding(x, key_padding_mask)
+        roped = [self.k_rope] if self.rope_dim else []
+        q, tied, *rest = column_parallel(x, [self.q, self.kv, *roped, *self.gates])
+        q, tied = q.unflatten(-1, (-1, self.head_dim)), tied.unflatten(-1, (-1, self.head_dim))
+        k = tied
+        if self.rope_dim:
+            turned = self.rotary(rest.pop(0).unsqueeze(2), positions).expand(*tied.shape[:3], self.rope_dim)
+            nope = self.head_dim - self.rope_dim
+            k = torch.cat([tied[..., :nope], turned], dim=-1)
+            q = torch.cat([q[..., :nope], self.rotary(q[..., nope:], positions)], dim=-1)
+        masks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids}
+        return self.output(self.core(q, k, tied, **masks, samples=samples, step=step), *rest or [None])
+
+    def cache_elements_per_token(self, rank: int | None = None) -> int:
+        return self.local_plan_range(self.plan.kv_heads, rank) * self.head_dim + self.rope_dim
+
+    def core_flops_per_token(self, context: int) -> int:
+        return 4 * self.config.num_heads * self.head_dim * context
