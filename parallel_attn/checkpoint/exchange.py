@@ -23,23 +23,23 @@ class Exchange:
 
     def __init__(self, world: AxisGroup, purpose: str = "control") -> None:
         self.rank, self.degree = world.rank, world.degree
-        self._group = None
+        self.group: dist.ProcessGroup | None = None
         if world.degree > 1:
             key = world.group, purpose
             if key not in _groups:
                 _groups[key] = dist.new_group(backend="gloo")
-            self._group = _groups[key]
+            self.group = _groups[key]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Raises RuntimeError when a peer is gone."""
-        if self._group is None:
+        if self.group is None:
             return [value]
         content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.degree)]
-        dist.all_gather(sizes, torch.tensor(len(content)), group=self._group)
+        dist.all_gather(sizes, torch.tensor(len(content)), group=self.group)
         longest = int(max(sizes))
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(content)] = content
         contents = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.degree)]
-        dist.all_gather(contents, padded, group=self._group)
+        dist.all_gather(contents, padded, group=self.group)
         return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(contents, sizes)]

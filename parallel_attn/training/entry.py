@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from omegaconf import DictConfig
@@ -16,9 +17,10 @@ from parallel_attn.training.sweep import Sweep
 
 
 def main() -> None:
-    """The command line of train.py. Exits with 0, 1 (failed), 2 (settings), 130 (SIGINT) or 143 (SIGTERM)."""
+    """The command line of train.py. Exits with 0, 1 (failed), 2 (settings), 130 (SIGINT), 143 (SIGTERM) or
+    138 (SIGUSR1, by which SLURM can warn a job of its end)."""
     try:
-        with Signals() as signals:
+        with Signals((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)) as signals:
             run(signals)
     except Interrupted as error:
         exits.leave_interrupted(error)

@@ -20,6 +20,8 @@ from parallel_attn.training.checkpoints import Checkpoints
 from parallel_attn.training.engines import compute_dtypes
 from parallel_attn.training.evaluation import evaluate
 from parallel_attn.training.signals import Signals
+from parallel_attn.training.stopping import Abandoned, Agreement, Paced
+from parallel_attn.training.watchdog import Watchdog
 
 
 class Loop:
@@ -27,11 +29,13 @@ class Loop:
 
     def __init__(
         self, config, engine, mesh, tracker, train, validation, signals: Signals | None = None,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: Checkpoints | None = None, watchdog: Watchdog | None = None,
     ) -> None:  # fmt: skip
         self.config, self.engine, self.mesh, self.tracker = config, engine, mesh, tracker
         self.signals = signals or Signals()
-        self.checkpoints = checkpoints
+        self.checkpoints, self.watchdog = checkpoints, watchdog or Watchdog(mesh, 0.0)
+        accumulates = config.train.micro_batches(mesh.data.degree)[1] > 1
+        self.agreement = Agreement(self.signals, mesh) if accumulates else None
         self.start_step, self.seconds_before, self.validated = 0, 0.0, 0
         self.model = model = engine.module
         self.train, self.validation = train, validation
@@ -59,6 +63,10 @@ class Loop:
         """
         try:
             return self._run()
+        except Abandoned as error:
+            self.save(self.step_now)
+            self.finish_saving()
+            raise Interrupted(error.signal) from None
         except (NonFiniteLoss, Interrupted):
             self.finish_saving()  # all ranks are here: what was being saved can be finished
             raise
@@ -72,6 +80,8 @@ class Loop:
             self.validate(self.start_step)  # the run was told to stop before it
         window = Window()
         for step in range(self.start_step, settings.steps):
+            self.step_now = step
+            self.watchdog.at(f"reading the batches of step {step + 1}")
             batches = [batch.to(self.mesh.device) for batch in self.train.step(step)]
             metrics: dict[str, float] = {}
             if step == measured_step:
@@ -108,14 +118,16 @@ class Loop:
 
     def save(self, done: int) -> None:
         """A checkpoint after `done` optimizer steps, where they are kept at all; the disk follows in a thread."""
-        if self.checkpoints is None or not self.checkpoints.due(done, last=True):
+        if self.checkpoints is None or done == 0 or not self.checkpoints.due(done, last=True):
             return
+        self.watchdog.at(f"copying the state after step {done} for a checkpoint")
         self.read_flags(keep_newest=False)
         next_rate = self.schedule.rate(min(done, self.config.train.steps - 1))
         self.checkpoints.save(done, next_rate, {"best": self.best, "seconds": self.seconds(), "validated": self.validated})
 
     def finish_saving(self) -> None:
         if self.checkpoints is not None:
+            self.watchdog.at("writing a checkpoint")
             self.checkpoints.wait()
 
     def measured(self, step: int, batches: list[Batch]) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -129,7 +141,8 @@ class Loop:
         return loss, norm, self.memory(meter.report())
 
     def validate(self, done: int) -> None:
-        metrics = evaluate(self.model, self.validation, self.mesh)
+        watched = Paced(self.validation, lambda index: self.watchdog.at(f"validation batch {index} after step {done}"))
+        metrics = evaluate(self.model, watched, self.mesh)
         self.validated = done
         self.tracker.log(done, metrics)
         if not self.best or metrics["val/loss"] < self.best["val/loss"]:
@@ -145,12 +158,18 @@ class Loop:
         sums = all_reduce(torch.cat([valid[None], asked]), self.mesh.world)
         valid, asked = sums[0] / self.mesh.tensor.degree, sums[1:]  # exact: a sum of equal whole numbers
         scale = 1 / valid.clamp(min=1)
-        loss_sum = self.engine.forward_backward(batches, scale, step=step, **self.loss_settings)
+        loss_sum = self.engine.forward_backward(Paced(batches, self.before_micro_batch), scale, step=step, **self.loss_settings)
+        self.watchdog.at(f"the update of step {step + 1}")
         loss = all_reduce(loss_sum.double(), self.mesh.data) * scale
         norm = self.engine.step(self.schedule.rate(step), loss.isfinite())
         finite = loss.isfinite() & norm.isfinite()
         self.pending.append((step, torch.cat([finite.double()[None], asked])))
         return loss, norm
+
+    def before_micro_batch(self, index: int) -> None:
+        self.watchdog.at(f"micro batch {index + 1} of step {self.step_now + 1}")
+        if self.agreement is not None:
+            self.agreement(index)
 
     def read_flags(self, *, keep_newest: bool) -> None:
         """Reads the flags of the steps so far, but for the newest where the device would have to be waited for: the

@@ -23,6 +23,7 @@ from parallel_attn.training import checkpoints
 from parallel_attn.training.announce import announce, announce_resume
 from parallel_attn.training.checkpoints import Checkpoints
 from parallel_attn.training.config import Config, parse, plain_config
+from parallel_attn.training.determinism import deterministic_kernels
 from parallel_attn.training.engines import Job, compute_dtypes
 from parallel_attn.training.loop import Loop
 from parallel_attn.training.resume import Resume, find_resume, take_over
@@ -36,6 +37,7 @@ from parallel_attn.training.run_folder import (
     write_config,
 )
 from parallel_attn.training.signals import Signals
+from parallel_attn.training.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,12 @@ def pretrain(
         config, given, resume, tokenizer, tokens, micro_batch, accumulation, name, choices or _saved_choices(resume)
     )
 
-    with signals.peers_expected():
-        mesh = meshes.start(device, tensor=tensor, data=data)
-    # Held until the run's files are whole: from here on a signal ends the job where check() stands, or in the loop.
-    with signals.held():
-        return _together(prepared, mesh, signals)
+    with deterministic_kernels(config.train.deterministic):
+        with signals.peers_expected():
+            mesh = meshes.start(device, tensor=tensor, data=data)
+        # Held until the run's files are whole: from here on a signal ends the job where check() stands, or in the loop.
+        with signals.held():
+            return _together(prepared, mesh, signals)
 
 
 def _saved_choices(resume: Resume | None) -> Mapping[str, str]:
@@ -182,7 +185,7 @@ def _train(prepared: Prepared, mesh: Mesh, run_dir: Path, signals: Signals) -> d
         model = build_model(config, mesh.tensor, mesh.device)
         job = Job(
             mesh, config.optimizer.cls, config.optimizer.config, config.train.precision, prepared.micro_batch,
-            prepared.accumulation,
+            prepared.accumulation, config.train.deterministic,
         )  # fmt: skip
         engine = config.engine.cls(model, job, config.engine.config)
         shapes = {
@@ -201,13 +204,14 @@ def _train(prepared: Prepared, mesh: Mesh, run_dir: Path, signals: Signals) -> d
         announce(tracker, config, model, mesh, prepared.micro_batch, prepared.accumulation, train.num_samples)
         for note in tokenizer.notes():
             tracker.notice(note)
-        with closing(engine):
+        with closing(engine), Watchdog(mesh, config.train.hang_timeout) as watchdog:
             keeper = Checkpoints(
                 config, engine, mesh, tracker, run_dir, train=train, tokenizer=tokenizer,
                 data_fingerprint=fingerprint(tokens), choices=prepared.choices,
             )  # fmt: skip
-            loop = Loop(config, engine, mesh, tracker, train, validation, signals, keeper)
+            loop = Loop(config, engine, mesh, tracker, train, validation, signals, keeper, watchdog)
             if resume is not None:
+                watchdog.at("loading the checkpoint")
                 checkpoints.load(engine, resume)
                 announce_resume(tracker, config, resume, origin, loop.schedule)
                 loop.restore(resume.step, resume.meta["progress"], saved=resume.own)

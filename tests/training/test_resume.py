@@ -10,10 +10,28 @@ from tests.training.composed import records
 from tests.training.resuming import ENGINES, curve, require_same_state, trained
 
 ACCUMULATED = ("train.steps=10", "train.micro_batch_size=1", "train.global_batch_size=6")
+DETERMINISTIC = ("train.deterministic=true", "train.global_batch_size=12")
+SLOW = [
+    ("zero0", 2, 2, ()),
+    ("zero2", 2, 1, ("train.precision=bf16",)),
+    ("zero1", 2, 1, ("train.precision=bf16", "attention.dropout=0.1")),
+    ("zero3", 4, 2, ()),
+    ("fsdp2", 4, 2, ("train.precision=bf16",)),
+    ("ddp", 2, 1, ("train.precision=fp64",)),
+    ("ddp", 3, 1, DETERMINISTIC),
+    ("ddp", 6, 2, DETERMINISTIC),
+    ("fsdp2", 6, 2, DETERMINISTIC),
+    ("zero1", 6, 2, DETERMINISTIC),
+    ("zero3", 3, 1, DETERMINISTIC),
+]
 CASES = [
     ("ddp", 1, 1, ()),
     ("ddp", 2, 2, ("attention=mqa", "model.tie_embeddings=true")),
-    ("ddp", 4, 2, ()),
+    ("ddp", 4, 2, ("attention.dropout=0.2",)),
+    ("fsdp2", 2, 1, ("train.micro_batch_size=null",)),
+    ("zero1", 4, 2, ("attention.dropout=0.2",)),
+    ("zero3", 2, 1, ("train.precision=bf16",)),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]
 
 
@@ -26,7 +44,8 @@ def test_stopped_twice_it_is_bitwise_the_unbroken_run(tmp_path, engine, size, te
         assert [part["stopped"] for part in parts] == [stop_in is not None] * size
         for part, one in zip(parts, whole, strict=True):
             assert part["batches"].items() <= one["batches"].items()
-    assert sorted(parts[0]["batches"]) == [7, 8, 9]
+    # With accumulation the step in which the signal came was left in its middle and is done again.
+    assert sorted(parts[0]["batches"]) in ([6, 7, 8, 9], [7, 8, 9])
     assert len(set(whole[0]["batches"].values())) == 10 and curve(tmp_path / "parts") == curve(tmp_path / "whole")
     require_same_state(parts[0]["state"], whole[0]["state"])
 

@@ -32,6 +32,7 @@ class Job:
     precision: str
     micro_batch_size: int
     accumulation: int
+    deterministic: bool = False
 
 
 class Engine(ABC):

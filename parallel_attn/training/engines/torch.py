@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from parallel_attn.data import Batch
 from parallel_attn.models import Block
 from parallel_attn.training.engines.base import MOMENTS, Engine, Job, compute_dtypes, refuse
+from parallel_attn.training.engines.ordered import average_in_rank_order
 from parallel_attn.training.optimizer import clip_gradients, gradient_norm, local_part
 
 SHARDINGS = ("none", "full")
@@ -46,6 +47,8 @@ class TorchEngine(Engine):
             self.wrapped = nn.parallel.DistributedDataParallel(
                 module, process_group=self.replicas.group, gradient_as_bucket_view=True
             )
+            if job.deterministic and self.replicas.degree > 2:  # a sum of two has one order
+                self.wrapped.register_comm_hook(self.replicas, average_in_rank_order)
         self.optimizer = job.optimizer.build(module, job.optimizer_config)
 
     def _shard_fully(self, module: nn.Module) -> None:

@@ -30,9 +30,18 @@ def get(optimizer: Any, stage: int, parameter: Tensor) -> dict[str, Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     master = safe_get_full_fp32_param(parameter).detach()
-    if not all(flat in optimizer.optimizer.state for flat in _flat_partitions(optimizer, stage)):  # before the first step
+    if not all(optimizer.optimizer.state.get(flat) for flat in _flat_partitions(optimizer, stage)):  # before the first step
         return {"master": master, **{kind: torch.zeros_like(master) for kind in MOMENTS}}
+    if stage in (1, 2):
+        _link_moments(optimizer)
     return {"master": master, **{kind: safe_get_full_optimizer_state(parameter, kind).detach() for kind in MOMENTS}}
+
+
+def _link_moments(optimizer: Any) -> None:
+    """Shows DeepSpeed where the moments of each parameter lie. It looks itself after the update of the *first* parameter
+    group, when the others have none yet, and never again."""
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def begin(optimizer: Any, stage: int, updates: int) -> None:
@@ -48,7 +57,7 @@ def begin(optimizer: Any, stage: int, updates: int) -> None:
             **{kind: torch.zeros_like(tensor.detach()) for kind in MOMENTS},
         }
     if stage in (1, 2):
-        optimizer._lazy_init_hp_params_optimizer_state()
+        _link_moments(optimizer)
 
 
 @torch.no_grad()
