@@ -128,7 +128,7 @@ def _together(prepared: Prepared, mesh: Mesh, signals: Signals) -> dict:
     """The part of a job that all ranks do together."""
     config, given, resume = prepared.config, prepared.given, prepared.resume
     with signals.peers_expected():
-        settings = {key: value for key, value in config.plain.items() if key not in ("device", "run_dir", "data")}
+        settings = {key: value for key, value in given.items() if key not in ("device", "run_dir", "data")}
         require_same_on_all_ranks("the settings", _digest(settings), mesh)
         require_same_on_all_ranks("the tokens (data fingerprint)", fingerprint(prepared.tokens), mesh)
         _require_same_checkpoint(resume, mesh)

@@ -58,8 +58,12 @@ def training_case(run_dir: str, overrides: tuple[str, ...], stop_in: int | None 
     originals = [spy(cls) for cls in (TorchEngine, DeepSpeedEngine)]
     TrainBatches.step = watched
     settings = [*SMALL, "train.log_every=1", "eval.every=0", "checkpoint.every=1000", f"run_dir={run_dir}", *overrides]
+    choices = {"model": "nano", "attention": "gqa", "tokenizer": "bytes"}
+    choices |= {key: value for key, _, value in (text.partition("=") for text in overrides) if key in choices}
     try:
-        seen["summary"] = pretrain(composed(*settings), signals=signals, overrides=[*overrides, *given])
+        seen["summary"] = pretrain(
+            composed(*settings), signals=signals, overrides=[*overrides, *given], choices=choices
+        )
     except Interrupted:
         seen["stopped"] = True
     finally:
