@@ -11,7 +11,10 @@ usage: parallel-attn SUBCOMMAND [KEY=VALUE ...]
             parallel-attn train attention=mqa train.steps=50
             torchrun --standalone --nproc-per-node 2 -m parallel_attn.cli train parallel.tensor=2
 
-`parallel-attn train --help` lists groups and keys."""
+  verify    prove on this machine that a configuration trains the same when it is sharded; starts its own processes
+            parallel-attn verify attention=mqa parallel.tensor=4
+
+`parallel-attn SUBCOMMAND --help` says more; that of train lists groups and keys."""
 
 
 def main() -> None:
@@ -20,14 +23,28 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         sys.exit(0 if arguments else 2)
-    if arguments[0] != "train":
-        print(f"error: parallel-attn {arguments[0]}: unknown subcommand, use one of: train", file=sys.stderr)
+    run = SUBCOMMANDS.get(arguments[0])
+    if run is None:
+        known = ", ".join(SUBCOMMANDS)
+        print(f"error: parallel-attn {arguments[0]}: unknown subcommand, use one of: {known}", file=sys.stderr)
         sys.exit(2)
-    from parallel_attn.training.entry import main as train
+    run(arguments[1:])
 
-    sys.argv = ["parallel-attn train", *arguments[1:]]
-    train()
 
+def train(arguments: list[str]) -> None:
+    from parallel_attn.training.entry import main as run
+
+    sys.argv = ["parallel-attn train", *arguments]
+    run()
+
+
+def verify(arguments: list[str]) -> None:
+    from parallel_attn.planning.verify import main as run
+
+    sys.exit(run(arguments))
+
+
+SUBCOMMANDS = {"train": train, "verify": verify}
 
 if __name__ == "__main__":
     main()

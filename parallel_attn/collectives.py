@@ -10,8 +10,9 @@
 
 Slices may have uneven sizes: `ranges` gives every rank's (start, stop) along the dim. Inputs of any stride, stride-0 and
 empty ones are taken; a caller's tensor is never written to; bf16 travels as bf16. Over one rank all of them are no-ops.
-Built on the functional collectives: started early, waited for late, traceable by torch.compile. Each backward is the mirror
-pair's function, so that a second derivative (create_graph=True) is right too.
+Built on torch's functional collectives, as bare ops (their Python wrappers cost more than a small collective): started
+early, waited for late, traceable by torch.compile. Each backward is the mirror pair's function, so that a second
+derivative (create_graph=True) is right too.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed._functional_collectives as functional
+import torch.distributed._functional_collectives  # registers the ops below
 from torch import Tensor
 
 from parallel_attn.mesh import AxisGroup
 from parallel_attn.sharding import Range
 
+_ops = torch.ops._c10d_functional
 
 # ---- plain collectives, without a gradient -------------------------------------------------------------------------
 
@@ -34,12 +36,12 @@ def start_all_reduce(x: Tensor, axis: AxisGroup, op: str = "sum") -> Tensor:
     if axis.degree == 1 or x.numel() == 0:
         return x
     # gloo reads strided memory as if it were dense: silently wrong without .contiguous()
-    return functional.all_reduce(x.contiguous(), op, axis.group)
+    return _ops.all_reduce(x.contiguous(), op, axis.group.group_name)
 
 
 def finish(x: Tensor, axis: AxisGroup) -> Tensor:
     """Waits for what `start_all_reduce` began."""
-    return x if axis.degree == 1 or x.numel() == 0 else functional.wait_tensor(x)
+    return x if axis.degree == 1 or x.numel() == 0 else _ops.wait_tensor(x)
 
 
 def all_reduce(x: Tensor, axis: AxisGroup, op: str = "sum") -> Tensor:
@@ -59,7 +61,7 @@ def all_gather_slices(x: Tensor, axis: AxisGroup, dim: int, ranges: Sequence[Ran
         moved = torch.cat([moved, moved.new_zeros(short, *moved.shape[1:])])
     if moved.numel() == 0:
         return x.new_zeros(*x.shape[:dim], ranges[-1][1], *x.shape[dim + 1 :])
-    flat = functional.wait_tensor(functional.all_gather_tensor(moved.contiguous(), 0, axis.group))
+    flat = _ops.wait_tensor(_ops.all_gather_into_tensor(moved.contiguous(), axis.degree, axis.group.group_name))
     if any(stop - start != longest for start, stop in ranges):
         pieces = flat.split(longest)
         flat = torch.cat([piece[: stop - start] for piece, (start, stop) in zip(pieces, ranges)])
@@ -81,7 +83,8 @@ def reduce_scatter_slices(x: Tensor, axis: AxisGroup, dim: int, ranges: Sequence
         moved = padded.flatten(0, 1)
     if moved.numel() == 0:
         return x.new_zeros(*x.shape[:dim], stop - start, *x.shape[dim + 1 :])
-    mine = functional.wait_tensor(functional.reduce_scatter_tensor(moved.contiguous(), "sum", 0, axis.group))
+    mine = _ops.reduce_scatter_tensor(moved.contiguous(), "sum", axis.degree, axis.group.group_name)
+    mine = _ops.wait_tensor(mine)
     return mine[: stop - start].transpose(0, dim).contiguous()
 
 

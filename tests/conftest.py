@@ -19,7 +19,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="parallel-attn-tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    # One cache for the session: the tokens of the default corpus are made once, and never found from an older version.
+    # One cache for the session, and one for each of its workers: the tokens of the default corpus are made once, and never
+    # found from an older version.
     os.environ["XDG_CACHE_HOME"] = folder
     # A developer's W&B account must not receive the runs of tests.
     os.environ.pop("WANDB_API_KEY", None)

@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent / "parallel_attn"
 HEAVY = ("deepspeed", "wandb", "datasets", "transformers", "matplotlib", "hydra", "omegaconf", "rich", "tokenizers", "pandas")
 ROOMS = (
-    "errors", "sharding", "mesh", "collectives", "initialization", "nn", "attention", "models", "costs", "data",
-    "tracking", "checkpoint", "training", "cli",
+    "errors", "sharding", "mesh", "collectives", "initialization", "nn", "attention", "models", "costs", "interop", "data",
+    "tracking", "checkpoint", "training", "planning", "cli",
 )  # fmt: skip
 
 

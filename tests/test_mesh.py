@@ -130,3 +130,22 @@ def test_without_torch_distributed_a_layer_is_one_rank():
     assert not dist.is_initialized()
     assert AxisGroup.of(None).degree == 1
     assert "RANK" not in os.environ
+
+
+def test_a_restart_has_keys_of_its_own_in_the_launchers_store(monkeypatch):
+    """The store outlives a restart, and with it the addresses of ranks that are gone: gloo would try to reach them."""
+    store = dist.HashStore()
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RESTART_COUNT": 1}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+
+    def publish(backend, *, store, rank, world_size, timeout):
+        store.set("address", "new")
+        raise InterruptedError
+
+    monkeypatch.setattr(meshes, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    monkeypatch.setattr(meshes.dist, "init_process_group", publish)
+    store.set("address", "old")
+    with pytest.raises(InterruptedError):
+        meshes.start(torch.device("cpu"))
+    assert store.get("address") == b"old"

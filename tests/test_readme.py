@@ -1,13 +1,18 @@
 """What the README shows is run: its commands as written (with few steps, unless --all), its Python as it stands."""
 
+import contextlib
+import io
+import os
 import re
 import shlex
 import shutil
 import sys
+from unittest import mock
 
 import pytest
 
 from tests.command import ROOT, execute, torchrun
+from tests.world import run
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
@@ -31,6 +36,35 @@ def test_the_readme_has_commands():
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_the_readme(command, tmp_path):
+    """In a world of as many ranks as the command starts, through the function that train.py calls."""
+    shutil.copy(ROOT / "README.md", tmp_path)
+    launcher, overrides = (shlex.split(part) for part in command.split(" train.py"))
+    options = ["--standalone", "--nproc-per-node"]
+    assert launcher == ["python"] or (launcher[:3] == ["torchrun", *options] and len(launcher) == 4), command
+    size = int(launcher[3]) if len(launcher) > 1 else 1
+    shown = run(size, main_case, [*overrides, *SHORT], str(tmp_path), timeout=100)
+    jobs = 4 if "-m" in overrides else 1
+    assert len(list(tmp_path.glob("runs/**/summary.json"))) == jobs
+    assert [text.count("validation bits per byte") for text in shown] == [jobs] + [0] * (size - 1)
+
+
+def main_case(overrides: list[str], folder: str) -> str:
+    """What train.py's main prints on this rank."""
+    from parallel_attn.training import entry
+
+    os.chdir(folder)
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as shown,
+        mock.patch.object(sys, "argv", ["train.py", *overrides]),
+        mock.patch("parallel_attn.mesh.shutdown"),  # the process group is the world's
+    ):
+        entry.main()
+    return shown.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands())
+def test_commands_of_the_readme_in_processes_of_their_own(command, tmp_path):
     shutil.copy(ROOT / "README.md", tmp_path)
     arguments = shlex.split(command)
     if arguments[0] == "torchrun":

@@ -5,7 +5,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Widened(TorchFunctionMode):
-    """Inside, whatever asks torch for float32 gets float64: casts, `dtype=` arguments, `Tensor.float()`, new tensors."""
+    """Inside, whoever asks torch for float32 gets float64: casts, `dtype=` arguments, `Tensor.float()`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float:

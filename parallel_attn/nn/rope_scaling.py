@@ -1,8 +1,9 @@
 """Scalings of the rotary frequencies for contexts longer than those of pretraining.
 
-`linear` (Chen 2023): all frequencies divided by the factor. `yarn` (Peng 2023, "YaRN: Efficient Context Window Extension
-of Large Language Models", section 3.2 and eq. 22; DeepSeek-V2, section 3.1.4): fast dims stay, slow ones are divided by
-the factor, a ramp in between, and queries and keys grow. `llama3` (Llama 3.1's release): the same idea with another ramp.
+`linear` (Chen 2023): all frequencies divided by the factor. `yarn` (Peng 2023, "YaRN: Efficient Context Window
+Extension of Large Language Models": sections 3.2, NTK-by-parts, and 3.4, the temperature of the softmax; DeepSeek-V2,
+section 3.1.4): fast dims stay, slow ones are divided by the factor, a ramp in between, and queries and keys grow.
+`llama3` (Llama 3.1's release): the same idea with another ramp.
 """
 
 from __future__ import annotations
@@ -102,7 +103,11 @@ class RopeScaling:
         return slow * (1 - kept) + unscaled * kept
 
     def kept_by_yarn(self, unscaled: Tensor, theta: float) -> Tensor:
-        """1 where a pair keeps its frequency, 0 where it is divided by the factor (Peng 2023, eq. 18 with dims as ends)."""
+        """(R/2,): 1 where a pair keeps its frequency, 0 where it is divided by the factor.
+
+        Peng 2023, section 3.2: 1 - ramp. As in its code the ramp runs over dims, between those that turn beta_fast and
+        beta_slow times in the original context.
+        """
         if theta <= 1:
             raise SettingsError(f"attention.rope.theta={theta} must be above 1 for {KEY}.type=yarn")
         width = 2 * unscaled.shape[0]
@@ -117,8 +122,9 @@ class RopeScaling:
         low, high = max(low, 0), min(high, width - 1)
         if high < low:
             raise SettingsError(
-                f"{KEY}.original_max_position_embeddings={self.original_max_position_embeddings} is too short: no dim turns "
-                f"{KEY}.beta_slow={self.beta_slow:g} times in it, give at least {math.ceil(2 * math.pi * self.beta_slow)}"
+                f"{KEY}.original_max_position_embeddings={self.original_max_position_embeddings} is too short: no dim "
+                f"turns {KEY}.beta_slow={self.beta_slow:g} times in it, give at least "
+                f"{math.ceil(2 * math.pi * self.beta_slow)}"
             )
         if low == high:
             high += 0.001  # a step instead of a ramp
@@ -132,7 +138,9 @@ class RopeScaling:
 
     @property
     def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by: the square root of Peng 2023's 1/t (eq. 22), on queries and on keys alike.
+        """What cos and sin are multiplied by: sqrt(1/t) = 0.1 ln(factor) + 1 of Peng 2023, section 3.4, unless given.
+
+        On queries and on keys alike, so that scores grow by 1/t.
 
         DeepSeek's form divides by the part that acts on the whole softmax scale (`score_factor`).
         """
@@ -150,7 +158,7 @@ class RopeScaling:
         return 1.0 if self.mscale_all_dim is None else self.growth(self.mscale_all_dim) ** 2
 
     def growth(self, mscale: float) -> float:
-        """0.1 * mscale * ln(factor) + 1: Peng 2023, eq. 22 (mscale = 1)."""
+        """0.1 * mscale * ln(factor) + 1: Peng 2023, section 3.4 (there mscale = 1)."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
 

@@ -49,6 +49,28 @@ def check_overrides(arguments: list[str]) -> None:
             raise SettingsError(explain(error, overrides, _keys(compose("config")))) from error
 
 
+def compose_checked(overrides: list[str]) -> DictConfig:
+    """The configuration that overrides compose, without Hydra's own command line: flags and sweeps are refused.
+
+    Raises SettingsError in one line for what Hydra would refuse.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    for argument in overrides:
+        if argument.startswith("-"):
+            raise SettingsError(f"{argument}: only KEY=VALUE is taken here")
+    try:
+        several = [key for key, _ in swept(overrides) if key is not None]
+    except HydraException:
+        several = []  # told below, with the rest of what cannot be read
+    if several:
+        raise SettingsError(f"{several[0]}: several values make a sweep, give one (a list in brackets: [1,2])")
+    check_overrides(overrides)
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return compose("config", overrides=overrides)
+
+
 def _candidates(overrides: list[str]) -> list[list[str]]:
     """Compositions that hold every swept value at least once."""
     choices = [values for _, values in swept(overrides)]

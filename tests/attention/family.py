@@ -1,6 +1,5 @@
 """What a rank runs for the parity matrix of all types (test_parity.py), apart from it: ranks need not draw the cases."""
 
-import pytest
 import torch
 
 from parallel_attn import (
@@ -10,8 +9,9 @@ from parallel_attn import (
     GroupedTiedAttention,
     MultiHeadLatentAttention,
 )
-from tests import mutants
-from tests.parity import BOUNDS, Worst, compare, projected
+from parallel_attn.planning import Parity, mutants
+from parallel_attn.planning.parity import BOUNDS
+from tests.parity import check, compare, world_axis
 
 TYPES = {
     "gqa": GroupedQueryAttention,
@@ -64,7 +64,7 @@ def masks_of(case: dict, length: int) -> dict:
     return masks
 
 
-def check_case(case: dict, mutant: str | None = None) -> None:
+def parity_case(case: dict, mutant: str | None = None) -> Parity:
     hidden, batch, length = 24, 2, 9
     generator = torch.Generator().manual_seed(2)
     inputs = [torch.randn(batch, length, hidden, generator=generator, dtype=torch.float64).to(case["dtype"])]
@@ -79,16 +79,18 @@ def check_case(case: dict, mutant: str | None = None) -> None:
         make = TYPES[case["type"]]
         return make(hidden, tensor_parallel=axis, name="layer", dtype=case["dtype"], **extra, **settings_of(case))
 
-    def loss_of(layer, inputs):
-        return projected(layer(*inputs, **masks_of(case, length), **given))
+    def forward(layer, inputs):
+        return layer(*inputs, **masks_of(case, length), **given)
 
-    with mutants.applied(mutant):  # over one rank, where the reference lives, every mutant is the right code
-        errors = compare(build, loss_of, inputs)
-    Worst(errors).check(BOUNDS[case["dtype"]])
+    applied = mutants.applied(mutant)
+    found = compare(build, forward, inputs, mutation=applied)
+    assert all(applied.total_hits(world_axis()).values()), f"{mutant} does not touch this case"
+    return found
 
 
-def caught_case(case: dict, mutant: str) -> str:
-    """What the check says of a mutant, alike on all ranks: the world lives on."""
-    with pytest.raises(AssertionError) as caught:
-        check_case(case, mutant)
-    return str(caught.value)
+def check_case(case: dict) -> None:
+    check(parity_case(case), BOUNDS[case["dtype"]])
+
+
+def failures_case(case: dict, mutant: str) -> dict[str, str]:
+    return parity_case(case, mutant).failures(BOUNDS[case["dtype"]])

@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from parallel_attn import GroupedQueryAttention
+from parallel_attn import (
+    GroupedLatentAttention,
+    GroupedQueryAttention,
+    GroupedTiedAttention,
+    MultiHeadLatentAttention,
+)
 from parallel_attn.attention.kernels import attend
 
 
@@ -13,10 +18,29 @@ def layer(**settings):
     return GroupedQueryAttention(16, num_heads=4, num_kv_heads=2, name="a", dtype=torch.float64, **settings)
 
 
+def gated(**settings):
+    return layer(bias="all", qk_norm="full", gate="headwise", sinks=True, window=4, **settings)
+
+
+def latent(**settings):
+    return MultiHeadLatentAttention(
+        16, num_heads=4, q_lora_rank=6, bias="all", soft_cap=2.0, name="a", dtype=torch.float64, **settings
+    )
+
+
+def grouped_latent(**settings):
+    return GroupedLatentAttention(16, num_heads=4, gate="elementwise", name="a", dtype=torch.float64, **settings)
+
+
+def tied(**settings):
+    return GroupedTiedAttention(16, num_heads=4, bias="all", name="a", dtype=torch.float64, **settings)
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("causal", [True, False])
-def test_padded_slots_reach_nothing(poison, causal):
-    attention = layer(causal=causal, bias="all", qk_norm="full")
+@pytest.mark.parametrize("make", [layer, gated, latent, grouped_latent, tied], ids=lambda make: make.__name__)
+def test_padded_slots_reach_nothing(poison, causal, make):
+    attention = make(causal=causal)
     keep = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]).bool()
     clean = torch.randn(2, 6, 16, dtype=torch.float64)
     results = []

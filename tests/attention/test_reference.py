@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel_attn import GroupedQueryAttention
-from tests.parity import set_parameters
+from parallel_attn.planning.parity import set_parameters
 
 
 def einsum_attention(layer, x, allowed):

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parallel_attn import GroupedQueryAttention, SettingsError
-from tests.parity import set_parameters, world_axis
+from parallel_attn.planning.parity import set_parameters
+from tests.parity import world_axis
 from tests.world import run
 
 

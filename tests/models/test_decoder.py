@@ -7,7 +7,8 @@ from parallel_attn import AxisGroup, DecoderLM, GroupedQueryAttention, ModelConf
 from parallel_attn.attention import GroupedConfig
 from parallel_attn.models import MlpConfig
 from parallel_attn.nn import IGNORE
-from tests.parity import BOUNDS, Worst, compare, world_axis
+from parallel_attn.planning.parity import BOUNDS
+from tests.parity import check, compare, world_axis
 from tests.world import run
 
 
@@ -25,8 +26,7 @@ def parity_case(settings, loss_settings):
     def loss_of(model, _):
         return model(TOKENS, TARGETS, **loss_settings)
 
-    errors = compare(lambda axis: small(axis, **settings), loss_of, [])
-    Worst(errors).check(BOUNDS[settings.get("dtype", torch.float64)])
+    check(compare(lambda axis: small(axis, **settings), loss_of, []), BOUNDS[settings.get("dtype", torch.float64)])
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])

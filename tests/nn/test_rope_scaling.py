@@ -61,7 +61,7 @@ def test_the_cases_scale_in_different_ways():
 
 
 def test_factors_by_the_papers_formulas():
-    root = 0.1 * math.log(4) + 1  # Peng 2023, eq. 22
+    root = 0.1 * math.log(4) + 1  # Peng 2023, section 3.4
     assert RopeScaling(**YARN).cos_sin_factor == root
     assert RopeScaling(**YARN, attention_factor=1.3).cos_sin_factor == 1.3
     deepseek = RopeScaling(**{**YARN, "factor": 40}, mscale=1.0, mscale_all_dim=1.0)  # DeepSeek-V3's config

@@ -144,8 +144,16 @@ with Tracker(Path(sys.argv[1]), config={}, settings=settings, total_steps=3000, 
 """
 
 
-@pytest.mark.parametrize("style", ["bar", "lines"])
-@pytest.mark.parametrize("reader", ["gone", "close", "closed-at-start", "ascii"])
+READERS = ("gone", "close", "closed-at-start", "ascii")
+
+
+@pytest.mark.parametrize(
+    "style, reader",
+    [
+        *(("lines" if reader == "ascii" else "bar", reader) for reader in READERS),
+        *(pytest.param("bar" if reader == "ascii" else "lines", reader, marks=pytest.mark.slow) for reader in READERS),
+    ],
+)
 def test_a_run_lives_on_without_a_reader(tmp_path, style, reader):
     command = [sys.executable, "-c", _LOOP, str(tmp_path), style, reader]
     # Buffered, as users run it: what a failed write leaves in the buffer fails again when Python ends.

@@ -121,14 +121,27 @@ def error_lines(result) -> list[str]:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_hydra_refuses_is_one_line_with_a_hint(tmp_path, overrides, wanted):
-    result = python_train(*overrides, cwd=tmp_path)
+def test_what_hydra_refuses_is_one_line_with_a_hint(tmp_path, command_here, overrides, wanted):
+    result = command_here(*overrides)
     assert result.returncode == 2 and result.stdout == ""
     assert wanted in result.stderr and len(result.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("overrides", [["attention=nope"], ["attention.num_kv_heads=3"]], ids=["choice", "heads"])
+def test_a_refusal_in_a_process_of_its_own(tmp_path):
+    result = python_train("train.stepz=3", cwd=tmp_path)
+    wanted = "error: train.stepz=3: train.stepz is not a key; did you mean train.steps?\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", wanted)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["attention=nope"], marks=pytest.mark.slow, id="choice"),  # refused one step earlier, in the same way
+        pytest.param(["attention.num_kv_heads=3"], id="heads"),
+    ],
+)
 def test_under_torchrun_one_line_from_one_rank_and_codes_that_are_not_zero(tmp_path, overrides):
     result = torchrun(2, "parallel.tensor=2", *overrides, cwd=tmp_path)
     assert result.returncode != 0

@@ -37,29 +37,22 @@ def test_a_job_on_four_ranks_is_one_wandb_run_with_nested_config_and_right_steps
     assert [row["step"] for row in run.history if "val/loss" in row] == [2, 4]
 
 
-def test_without_an_api_key_a_job_is_offline_and_asks_nothing(tmp_path):
-    result = python_train(*FEW, cwd=tmp_path, env={"HOME": str(tmp_path)})
-    assert result.returncode == 0, result.stderr
-    (run_dir,) = run_dirs(tmp_path)
-    assert len(offline_runs(run_dir)) == 1
-    assert "offline" in result.stdout
-
-
 def test_two_jobs_in_the_same_second_get_two_folders(tmp_path):
     command = [sys.executable, str(TRAIN), *FEW, "tracking.wandb.mode=disabled"]
-    jobs = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) for _ in range(3)]
-    assert [job.wait(120) for job in jobs] == [0, 0, 0]
+    jobs = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [job.wait(120) for job in jobs] == [0, 0]
     found = run_dirs(tmp_path)
-    assert len(found) == 3
+    assert len(found) == 2
     assert all(json.loads((run_dir / "summary.json").read_text())["step"] == 4 for run_dir in found)
 
 
-def test_a_fixed_run_dir_is_used_once_and_a_second_run_is_refused(tmp_path):
+def test_a_fixed_run_dir_is_used_once_and_a_second_run_is_refused(tmp_path, command_here, monkeypatch):
     settings = (*FEW, "tracking.wandb.mode=disabled", "run_dir=nested/a", "checkpoint.every=0")
     assert python_train(*settings, cwd=tmp_path).returncode == 0
     before = (tmp_path / "nested/a/metrics.jsonl").read_bytes()
-    result = torchrun(2, *settings, cwd=tmp_path)
-    assert result.returncode != 0 and "error: run_dir=nested/a already holds a run" in result.stderr
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another launch")
+    result = command_here(*settings)
+    assert result.returncode == 2 and "error: run_dir=nested/a already holds a run" in result.stderr
     assert (tmp_path / "nested/a/metrics.jsonl").read_bytes() == before
 
 
@@ -113,7 +106,7 @@ def test_a_run_id_that_never_changes_takes_over_no_finished_run(tmp_path):
 )
 def test_a_signal_ends_all_ranks_in_seconds_with_the_log_whole(tmp_path, size, number):
     launcher = [] if size == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    settings = (*SMALL, "train.steps=100000", "train.log_every=1", "eval.every=0", f"parallel.tensor={size}")
+    settings = (*SMALL, "train.steps=3000", "train.log_every=1", "eval.every=0", f"parallel.tensor={size}")
     job = subprocess.Popen(
         [sys.executable, *launcher, str(TRAIN), *settings, "tracking.wandb.mode=offline"],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -144,16 +137,17 @@ def log(folder):
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_settings_by_environment_and_relative_paths(tmp_path):
+def test_settings_by_environment_relative_paths_and_no_api_key(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "données 1.txt").write_text("a quick brown fox jumps over the lazy dog\n" * 400)
     result = python_train(
         *FEW, "data=text", "data.path=./text", "optimizer.lr=${oc.env:LR}", "hydra.job.chdir=true", "hydra.run.dir=elsewhere",
-        "tracking.wandb.mode=disabled", cwd=tmp_path, env={"LR": "1e-4"},
+        cwd=tmp_path, env={"LR": "1e-4", "HOME": str(tmp_path)},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     (run_dir,) = run_dirs(tmp_path)
     assert max(record["train/lr"] for record in records(run_dir) if "train/lr" in record) == 1e-4
+    assert len(offline_runs(run_dir)) == 1 and "no API key found" in result.stdout  # W&B asked nothing
 
 
 def test_help_teaches_groups_and_keys(tmp_path):
@@ -170,7 +164,7 @@ def test_the_installed_package_brings_its_configs(tmp_path):
     made = execute([*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(ROOT)], cwd=tmp_path, timeout=200)
     assert made.returncode == 0, made.stderr
     environment = {"PYTHONPATH": str(tmp_path / "site")}
-    where = [sys.executable, "-c", "import parallel_attn; print(parallel_attn.__file__)"]
+    where = [sys.executable, "-c", "import importlib.util; print(importlib.util.find_spec('parallel_attn').origin)"]
     assert str(tmp_path) in execute(where, cwd=tmp_path, timeout=60, env=environment).stdout
     command = [sys.executable, "-m", "parallel_attn.cli"]
     result = execute([*command, "train", *FEW, "tracking.wandb.mode=disabled"], cwd=tmp_path, timeout=120, env=environment)

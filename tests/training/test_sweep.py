@@ -40,9 +40,15 @@ def test_a_sweep_under_torchrun_gives_every_job_a_folder_and_a_wandb_run(tmp_pat
     assert "4 of 4 jobs finished" in result.stdout
 
 
-def test_a_finished_sweep_is_not_run_again_nor_mixed_with_another(tmp_path):
-    command = ("-m", *FEW, OFF, "train.seed=1,2", "run_dir=a")
-    assert python_train(*command, cwd=tmp_path).returncode == 0
+def test_a_plain_sweep_and_engines_in_one_process_that_is_not_run_again_nor_mixed_with_another(tmp_path):
+    command = ("-m", *FEW, OFF, "engine=torch,deepspeed", "run_dir=a")
+    result = python_train(*command, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = jobs(tmp_path / "a")
+    assert sorted(found) == ["0-engine=torch", "1-engine=deepspeed"]
+    losses = [summary["train/loss"] for _, summary in sorted(found.items())]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert OmegaConf.load(tmp_path / "a" / "1-engine=deepspeed" / "config.yaml").engine.zero_stage == 1
     again = python_train(*command, cwd=tmp_path)
     assert again.returncode == 0 and again.stdout.count("finished before") == 2
     other = python_train("-m", *FEW, OFF, "train.seed=3,4", "run_dir=a", cwd=tmp_path)
@@ -50,16 +56,12 @@ def test_a_finished_sweep_is_not_run_again_nor_mixed_with_another(tmp_path):
 
 
 def test_a_job_that_fails_on_all_ranks_is_named_and_the_others_run(tmp_path):
-    command = ("-m", *FEW, OFF, "attention.num_kv_heads=1,4,2", "parallel.tensor=2")
-    result = torchrun(2, *command, cwd=tmp_path)
+    result = torchrun(2, "-m", *FEW, OFF, "attention.num_kv_heads=1,4,2", "parallel.tensor=2", cwd=tmp_path)
     assert result.returncode != 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.endswith("-sweep") and sorted(jobs(folder)) == ["0-num_kv_heads=1", "2-num_kv_heads=2"]
     assert "error: sweep job 1-num_kv_heads=4 failed: attention.num_kv_heads=4 does not divide" in result.stderr
     assert "2 of 3 jobs finished" in result.stdout
-    again = torchrun(2, *command, cwd=tmp_path)  # the same command goes on in the same folder
-    assert again.returncode != 0 and again.stdout.count("finished before") == 2
-    assert list((tmp_path / "runs").iterdir()) == [folder]
 
 
 DYING = """
@@ -100,17 +102,6 @@ def test_one_rank_that_fails_alone_ends_the_sweep_and_the_same_command_goes_on(t
     )
 
 
-def test_a_plain_sweep_and_engines_in_one_process(tmp_path):
-    result = python_train("-m", *FEW, OFF, "engine=torch,deepspeed", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    (folder,) = (tmp_path / "runs").iterdir()
-    found = jobs(folder)
-    assert sorted(found) == ["0-engine=torch", "1-engine=deepspeed"]
-    losses = [summary["train/loss"] for _, summary in sorted(found.items())]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert OmegaConf.load(folder / "1-engine=deepspeed" / "config.yaml").engine.zero_stage == 1
-
-
 @pytest.mark.parametrize(
     "overrides, wanted",
     [
@@ -120,8 +111,8 @@ def test_a_plain_sweep_and_engines_in_one_process(tmp_path):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_sweep_with_a_misspelt_value_stops_before_its_first_job(tmp_path, overrides, wanted):
-    result = python_train("-m", *FEW, OFF, *overrides, cwd=tmp_path)
+def test_a_sweep_with_a_misspelt_value_stops_before_its_first_job(tmp_path, command_here, overrides, wanted):
+    result = command_here("-m", *FEW, OFF, *overrides)
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and wanted in result.stderr
     assert not list(tmp_path.iterdir())
 

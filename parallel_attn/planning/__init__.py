@@ -1,0 +1,3 @@
+from parallel_attn.planning.parity import Parity, compare
+
+__all__ = ["Parity", "compare"]
