@@ -150,6 +150,7 @@ class Loop:
 
     def step(self, step: int, batches: list[Batch]) -> tuple[Tensor, Tensor]:
         """One optimizer step: (mean loss over the valid targets of the global batch, gradient norm before clipping)."""
+        self.watchdog.at(f"counting the targets of step {step + 1}")
         # Known before the first backward, so that any split into micro batches and replicas gives the same gradient.
         valid = sum((batch.targets != IGNORE).sum() for batch in batches).double()
         # A signal may reach one rank a step before the others: it travels with the count, over the whole world.

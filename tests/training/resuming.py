@@ -14,7 +14,7 @@ from parallel_attn.errors import Interrupted
 from parallel_attn.training import pretrain
 from parallel_attn.training.engines import DeepSpeedEngine, TorchEngine
 from parallel_attn.training.signals import Signals
-from tests.parity import assemble
+from tests.parity import assemble, axis_of
 from tests.training.composed import SMALL, composed, records
 from tests.world import run
 
@@ -49,7 +49,7 @@ def training_case(run_dir: str, overrides: tuple[str, ...], stop_in: int | None 
             shards = {name: shard for name, _, shard in sharded_parameters(engine.module)}
             for kind in ("master", "exp_avg", "exp_avg_sq"):
                 local = {name: engine.state_of(name)[kind].clone() for name in shards}
-                seen["state"] |= {f"{kind}/{name}": full for name, full in assemble(local, shards).items()}
+                seen["state"] |= {f"{kind}/{name}": full for name, full in assemble(local, shards, axis_of(engine.module)).items()}
             close(engine)
 
         cls.close = closing

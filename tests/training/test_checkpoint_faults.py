@@ -276,4 +276,4 @@ def test_a_rank_that_hangs_is_named(tmp_path, how):
     where = "hangs in reading the batches of step 4" if how == "sleeps" else "gives no sign of life"
     assert f"error: rank 1 {where}: no progress for 4 s (train.hang_timeout), the others wait for it" in result.stderr
     if how == "sleeps":
-        assert "rank 1 is here:" in result.stderr and 'hangs.py", line 7 in hanging' in result.stderr
+        assert "rank 1 is here:" in result.stderr and 'hangs.py", line 8 in hanging' in result.stderr

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from parallel_attn import sharded_parameters
 from parallel_attn.checkpoint import Reader, newest_in
 from parallel_attn.training import checkpoints
-from tests.parity import assemble
+from tests.parity import assemble, axis_of
 from tests.training.resuming import ENGINES, curve, trained, training_case
 from tests.world import run
 
@@ -80,7 +80,7 @@ def resharded_case(run_dir: str, overrides: tuple[str, ...]) -> list[str]:
         load(engine, resume)
         shards = {name: shard for name, _, shard in sharded_parameters(engine.module)}
         for kind in ("master", "exp_avg", "exp_avg_sq"):
-            full = assemble({name: engine.state_of(name)[kind].clone() for name in shards}, shards)
+            full = assemble({name: engine.state_of(name)[kind].clone() for name in shards}, shards, axis_of(engine.module))
             with Reader(resume.checkpoint) as reader:
                 for name, tensor in full.items():
                     key = f"{kind}/{name}"
