@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,10 +19,13 @@ CHUNK_BYTES = 4 << 20
 DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def write_tensor_file(path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
-    """Writes contiguous CPU tensors as safetensors and flushes them to the disk.
+def write_tensor_file(
+    path: Path, tensors: dict[str, Tensor], tick: Callable[[], None] = lambda: None
+) -> tuple[dict[str, int], dict[str, int], bool]:
+    """Writes contiguous CPU tensors as safetensors and flushes them to the disk; `tick` is called now and then.
 
-    Returns (crc32 of each tensor's bytes, {bytes, crc32 of the header} of the file). Raises OSError.
+    Returns (crc32 of each tensor's bytes, {bytes, crc32 of the header} of the file, whether all values are finite).
+    Raises OSError.
     """
     header, position = {}, 0
     for key, tensor in tensors.items():
@@ -34,17 +39,42 @@ def write_tensor_file(path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str,
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format wants the tensors aligned
     head = len(text).to_bytes(8, "little") + text
-    checksums = {}
-    with open(path, "wb", buffering=0) as file:
+    checksums, finite = {}, True
+    with open(path, "wb", buffering=0) as file, _flushing(file.fileno()):
         write_all(file, head)
         for key, tensor in tensors.items():
             checksum = 0
-            for chunk in _chunks(tensor):  # checked while it is in the cache
-                checksum = zlib.crc32(chunk, checksum)
-                write_all(file, chunk)
+            for part in _parts(tensor):  # looked at three times while it is in the cache
+                low, high = torch.aminmax(part)  # a NaN is both
+                finite = finite and bool(low.isfinite() & high.isfinite())
+                content = memoryview(part.view(torch.uint8).numpy())
+                checksum = zlib.crc32(content, checksum)
+                write_all(file, content)
+                tick()
             checksums[key] = checksum
-        os.fsync(file.fileno())
-    return checksums, {"bytes": len(head) + position, "crc32": zlib.crc32(head)}
+    return checksums, {"bytes": len(head) + position, "crc32": zlib.crc32(head)}, finite
+
+
+@contextmanager
+def _flushing(descriptor: int) -> Iterator[None]:
+    """Flushes a file to the disk, while it is written and at the end: the disk works while checksums are computed."""
+    over = threading.Event()
+
+    def flush() -> None:
+        while not over.wait(0.05):
+            try:
+                os.fdatasync(descriptor)
+            except OSError:
+                return  # the last one meets it again
+
+    thread = threading.Thread(target=flush, name="checkpoint-flush", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    os.fsync(descriptor)
 
 
 def write_all(file, content: bytes | memoryview) -> None:
@@ -54,12 +84,9 @@ def write_all(file, content: bytes | memoryview) -> None:
         content = content[file.write(content) :]
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    if tensor.numel() == 0:
-        return
-    content = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-    for at in range(0, len(content), CHUNK_BYTES):
-        yield content[at : at + CHUNK_BYTES]
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    flat = tensor.view(-1)
+    return iter(flat.split(CHUNK_BYTES // flat.element_size())) if flat.numel() else iter(())
 
 
 def read_header(path: Path) -> tuple[bytes, dict[str, dict]]:

@@ -43,7 +43,8 @@ class Saver:
     """Writes the checkpoints of one run. All ranks make one, save at the same steps and wait at the end.
 
     shards: the records of all parameters by full name. keep: how many whole, finite checkpoints stay.
-    on_saved(step, folder, finite) is called on the first rank, from the thread, when a checkpoint is published.
+    on_saved(step, folder, finite) is called on the first rank, from the thread, when a checkpoint is published; tick() on
+    every rank, from the thread, as bytes are written.
 
     Raises CheckpointError on every rank when the folder cannot be used by one of them.
     """
@@ -55,8 +56,10 @@ class Saver:
         shards: Mapping[str, ParameterShard],
         keep: int,
         on_saved: Callable[[int, Path, bool], None] = lambda step, folder, finite: None,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
-        self.folder, self.mesh, self.shards, self.keep, self.on_saved = folder, mesh, dict(shards), keep, on_saved
+        self.folder, self.mesh, self.shards, self.keep = folder, mesh, dict(shards), keep
+        self.on_saved, self.tick = on_saved, tick
         self.exchange = Exchange(mesh.world, "checkpoint writer")
         self.writers = assign_writers(self.shards, mesh.data.degree)
         self.job: Job | None = None
@@ -155,11 +158,10 @@ class Saver:
         try:
             temporary.mkdir(exist_ok=True)
             if job.tensors:
-                checksums, known = write_tensor_file(temporary / file, job.tensors)
+                checksums, known, finite = write_tensor_file(temporary / file, job.tensors, self.tick)
                 dtypes = {key: DTYPES[tensor.dtype] for key, tensor in job.tensors.items()}
                 pieces = [[key, *job.boxes[key], checksums[key], dtypes[key]] for key in job.tensors]
-                report |= {"file": file, "known": known, "pieces": pieces}
-                report["finite"] = all(bool(tensor.isfinite().all()) for tensor in job.tensors.values())
+                report |= {"file": file, "known": known, "pieces": pieces, "finite": finite}
         except OSError as error:
             report["problem"] = _not_written(temporary / file, error)
         reports = self.exchange.gather(report)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from parallel_attn.training.resume import TOKENIZER_FILE, Resume
 class Checkpoints:
     """Saves the state of a job every `checkpoint.every` steps, at its end and when it is asked to stop.
 
-    choices: Hydra's (group -> choice), where there are some. Raises CheckpointError on every rank.
+    choices: Hydra's (group -> choice), where there are some. tick: told that the disk is at work. Raises CheckpointError on every rank.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Checkpoints:
         tokenizer: Tokenizer,
         data_fingerprint: str,
         choices: Mapping[str, str] | None = None,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.engine, self.mesh, self.tracker, self.train = config, engine, mesh, tracker, train
         self.every = config.checkpoint.every
@@ -74,7 +75,7 @@ class Checkpoints:
         }
         if self.every:
             folder = CheckpointFolder(run_dir / CHECKPOINTS)
-            self.saver = Saver(folder, mesh, self.shards, config.checkpoint.keep, self._on_saved)
+            self.saver = Saver(folder, mesh, self.shards, config.checkpoint.keep, self._on_saved, tick)
 
     def due(self, step: int, last: bool) -> bool:
         """Whether a checkpoint is to be written after `step` optimizer steps."""

@@ -207,7 +207,7 @@ def _train(prepared: Prepared, mesh: Mesh, run_dir: Path, signals: Signals) -> d
         with closing(engine), Watchdog(mesh, config.train.hang_timeout) as watchdog:
             keeper = Checkpoints(
                 config, engine, mesh, tracker, run_dir, train=train, tokenizer=tokenizer,
-                data_fingerprint=fingerprint(tokens), choices=prepared.choices,
+                data_fingerprint=fingerprint(tokens), choices=prepared.choices, tick=watchdog.tick,
             )  # fmt: skip
             loop = Loop(config, engine, mesh, tracker, train, validation, signals, keeper, watchdog)
             if resume is not None:

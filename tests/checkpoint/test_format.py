@@ -36,7 +36,7 @@ def written(path: Path, step: int, finite: bool = True, cuts: int = 2, value: fl
             chunks = full.chunk(cuts)
             if number < len(chunks):
                 parts[f"{kind}/{key}"] = chunks[number].clone() if value is None else torch.full_like(chunks[number], value)
-        checksums, files[name] = write_tensor_file(temporary / name, parts)
+        checksums, files[name], _ = write_tensor_file(temporary / name, parts)
         for key, part in parts.items():
             start = sum(len(chunk) for chunk in FULL[key.partition("/")[2]].chunk(cuts)[:number])
             box = (start, *[0] * (part.dim() - 1)), tuple(part.shape)
@@ -50,11 +50,22 @@ def written(path: Path, step: int, finite: bool = True, cuts: int = 2, value: fl
 
 def test_tensor_files_are_plain_safetensors(tmp_path):
     tensors = {**FULL, "double": torch.rand(3, dtype=torch.float64), "empty": torch.zeros(0, 4), "scalar": torch.tensor(2.0)}
-    checksums, known = write_tensor_file(tmp_path / "a.safetensors", tensors)
+    checksums, known, finite = write_tensor_file(tmp_path / "a.safetensors", tensors)
+    assert finite
     assert known["bytes"] == (tmp_path / "a.safetensors").stat().st_size
     assert dict(checksums_of(tmp_path / "a.safetensors")) == checksums
     loaded = load_file(tmp_path / "a.safetensors")
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_value_that_is_not_finite_is_seen(tmp_path, value):
+    tensor = torch.randn(3 << 20)  # three parts
+    for at in (0, len(tensor) // 2, -1):
+        tensor[at] = value
+        assert not write_tensor_file(tmp_path / "a.safetensors", {"a": torch.ones(3), "b": tensor})[2]
+        tensor[at] = 3e38
+        assert write_tensor_file(tmp_path / "a.safetensors", {"a": torch.ones(3), "b": tensor})[2]
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 8])

@@ -187,12 +187,12 @@ def full_disk_case(run_dir: str, where: int, number: int) -> str:
     """The disk of one rank is full from its second checkpoint on."""
     write, calls = saving.write_tensor_file, [0]
 
-    def full(path, tensors):
+    def full(path, tensors, tick):
         calls[0] += 1
         if calls[0] == 2 and dist.get_rank() == where:
             path.write_bytes(b"half")
             raise OSError(number, os.strerror(number), str(path))
-        return write(path, tensors)
+        return write(path, tensors, tick)
 
     saving.write_tensor_file = full
     try:
