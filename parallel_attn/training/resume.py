@@ -106,14 +106,12 @@ def take_over(raw: DictConfig | dict, config: Config, resume: Resume, overrides:
     """
     saved = resume.meta["config"]
     merged = OmegaConf.create(OmegaConf.to_container(OmegaConf.create(raw), resolve=True))
-    if resume.own and not resume.given.startswith("checkpoint.resume"):
-        for section in TAKEN:
-            merged[section] = saved[section]
-        _require_same(config, parse(merged), resume)
-        return merged
-    _refuse_contradictions(overrides, config.plain, resume)
     for section in TAKEN:
         merged[section] = saved[section]
+    if config.checkpoint.resume == "auto":
+        _require_same(config, parse(merged), resume)
+    else:
+        _refuse_contradictions(overrides, config.plain, resume)
     return merged
 
 

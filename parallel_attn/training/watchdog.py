@@ -47,7 +47,8 @@ class Watchdog:
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         key = dist.group.WORLD
         _numbers[key] = _numbers.get(key, 0) + 1  # the jobs of a sweep share a store
-        self._prefix = f"watchdog/{_numbers[key]}"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the launcher's store outlives an attempt
+        self._prefix = f"watchdog/{attempt}/{_numbers[key]}"
         self._store = dist.distributed_c10d._get_default_store().clone() if timeout and self.degree > 1 else None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 

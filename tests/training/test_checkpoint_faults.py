@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_attn.checkpoint import CheckpointFolder
+from parallel_attn.checkpoint import CheckpointFolder, newest_in
 from parallel_attn.checkpoint import save as saving
 from parallel_attn.errors import CheckpointError, SettingsError
 from parallel_attn.training import pretrain
 from parallel_attn.training.engines import TorchEngine
 from tests.command import torchrun
-from tests.training.composed import SMALL, composed
+from tests.training.composed import SMALL, composed, records
 from tests.training.resuming import trained
 from tests.world import run
 
@@ -93,10 +93,15 @@ def test_model_and_attention_come_from_the_checkpoint_and_all_else_from_the_comm
     given = ("attention.bias=qkv", "model.vocab_size=null")  # the same as saved: no contradiction
     (seen,) = run(1, resumed_case, str(tmp_path / "b"), f"checkpoint.resume={whole}", given, timeout=100)
     assert seen == {"parameters": 33504, "layout": {"data": 1, "tensor": 1, "device": "cpu"}}
+    assert newest_in(tmp_path / "b").step == 6
+    # The same command again, with more steps: it goes on where it was, not where it once began.
+    run(1, resumed_case, str(tmp_path / "b"), f"checkpoint.resume={whole}", (*given, "train.steps=7"), timeout=100)
+    assert [record["step"] for record in records(tmp_path / "b") if "train/loss" in record][-1] == 7
+    assert newest_in(tmp_path / "b").index.meta["data"]["samples"] == 4 * 12 + 3 * 8
 
 
 def resumed_case(run_dir: str, resume: str, given: tuple[str, ...]) -> dict:
-    overrides = (resume, f"run_dir={run_dir}", "train.steps=6", "train.seq_len=32", "eval.every=0", *given)
+    overrides = (resume, f"run_dir={run_dir}", "train.steps=6", "train.seq_len=32", "eval.every=0", "checkpoint.every=50", *given)
     summary = pretrain(composed(*overrides), overrides=list(overrides))
     return {key: summary[key] for key in ("parameters", "layout")}
 
