@@ -150,7 +150,7 @@ class CheckpointFolder:
         """Gives a finished checkpoint its name, moves `latest`, and lets old ones go. Raises OSError."""
         flush_folder(temporary)
         final = self.path / step_name(index.step)
-        if final.exists():  # the same step done again; `latest` may point into nothing for a moment, and nobody needs it
+        if final.exists():  # the same step done again; `latest` points into nothing for a moment: nobody reads it to resume
             final.rename(self.path / f".{final.name}.{uuid.uuid4().hex[:8]}.old")
         temporary.rename(final)
         flush_folder(self.path)

@@ -77,7 +77,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 def _contents(path: Path, index: Index) -> dict[str, Any]:
     latest = path.parent / LATEST_FILE
-    meta = {key: index.meta.get(key) for key in ("layout", "schedule", "data", "tokenizer", "progress", "choices", "config")}
+    told = ("layout", "schedule", "data", "tokenizer", "progress", "choices", "config")
     return {
         "step": index.step,
         "finite": index.finite,
@@ -86,7 +86,7 @@ def _contents(path: Path, index: Index) -> dict[str, Any]:
         "bytes": index.total_bytes(),
         "files": {name: known["bytes"] for name, known in index.files.items()},
         "tensors": len(index.tensors),
-        **meta,
+        **{key: index.meta.get(key) for key in told},
     }
 
 
@@ -99,7 +99,8 @@ def lines(found: Sequence[dict[str, Any]]) -> list[str]:
         if "step" in one:
             layout = one["layout"] or {}
             degrees = f"{layout.get('data')} x {layout.get('tensor')}"
-            row += (degrees, layout.get("engine", ""), layout.get("precision", ""), str(len(one["files"])), _size(one["bytes"]))
+            row += (degrees, layout.get("engine", ""), layout.get("precision", ""))
+            row += (str(len(one["files"])), _size(one["bytes"]))
         rows.append(row + ("",) * (len(rows[0]) - len(row)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -30,7 +30,8 @@ from parallel_attn.training.resume import TOKENIZER_FILE, Resume
 class Checkpoints:
     """Saves the state of a job every `checkpoint.every` steps, at its end and when it is asked to stop.
 
-    choices: Hydra's (group -> choice), where there are some. tick: told that the disk is at work. Raises CheckpointError on every rank.
+    choices: Hydra's (group -> choice), where there are some. tick: told that the disk is at work. Raises CheckpointError
+    on every rank.
     """
 
     def __init__(

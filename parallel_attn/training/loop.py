@@ -159,7 +159,8 @@ class Loop:
         sums = all_reduce(torch.cat([valid[None], asked]), self.mesh.world)
         valid, asked = sums[0] / self.mesh.tensor.degree, sums[1:]  # exact: a sum of equal whole numbers
         scale = 1 / valid.clamp(min=1)
-        loss_sum = self.engine.forward_backward(Paced(batches, self.before_micro_batch), scale, step=step, **self.loss_settings)
+        paced = Paced(batches, self.before_micro_batch)
+        loss_sum = self.engine.forward_backward(paced, scale, step=step, **self.loss_settings)
         self.watchdog.at(f"the update of step {step + 1}")
         loss = all_reduce(loss_sum.double(), self.mesh.data) * scale
         norm = self.engine.step(self.schedule.rate(step), loss.isfinite())
@@ -174,7 +175,8 @@ class Loop:
 
     def read_flags(self, *, keep_newest: bool) -> None:
         """Reads the flags of the steps so far, but for the newest where the device would have to be waited for: the
-        update was masked on the device, so the host may look one step late. Sets `stop`, raises NonFiniteLoss and CheckpointError."""
+        update was masked on the device, so the host may look one step late. Sets `stop`; raises NonFiniteLoss, and
+        CheckpointError or PeerLost for a save that failed."""
         newest = self.pending[-1:] if keep_newest else []
         for step, flags in self.pending[: len(self.pending) - len(newest)]:
             finite, failed, *asked = flags.tolist()

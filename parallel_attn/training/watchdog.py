@@ -61,7 +61,7 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._over.set()
-        if self._thread.is_alive():
+        if error is None and self._thread.is_alive():
             self._thread.join(5.0)  # it may be talking to a store that is gone
 
     def at(self, place: str) -> None:

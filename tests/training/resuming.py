@@ -25,7 +25,7 @@ ENGINES = {
 }
 
 
-def training_case(run_dir: str, overrides: tuple[str, ...], stop_in: int | None = None, given: tuple[str, ...] = ()) -> dict:
+def training_case(run_dir: str, overrides: tuple[str, ...], stop_in: int | None = None) -> dict:
     """Trains; `stop_in`: the last rank gets a SIGTERM while it reads the batches of that step (from 0).
 
     Returns the full state at the end (`assemble` also checks that copies are bitwise equal), a hash of each step's
@@ -49,7 +49,8 @@ def training_case(run_dir: str, overrides: tuple[str, ...], stop_in: int | None 
             shards = {name: shard for name, _, shard in sharded_parameters(engine.module)}
             for kind in ("master", "exp_avg", "exp_avg_sq"):
                 local = {name: engine.state_of(name)[kind].clone() for name in shards}
-                seen["state"] |= {f"{kind}/{name}": full for name, full in assemble(local, shards, axis_of(engine.module)).items()}
+                full = assemble(local, shards, axis_of(engine.module))
+                seen["state"] |= {f"{kind}/{name}": tensor for name, tensor in full.items()}
             close(engine)
 
         cls.close = closing
@@ -62,7 +63,7 @@ def training_case(run_dir: str, overrides: tuple[str, ...], stop_in: int | None 
     choices |= {key: value for key, _, value in (text.partition("=") for text in overrides) if key in choices}
     try:
         seen["summary"] = pretrain(
-            composed(*settings), signals=signals, overrides=[*overrides, *given], choices=choices
+            composed(*settings), signals=signals, overrides=list(overrides), choices=choices
         )
     except Interrupted:
         seen["stopped"] = True

@@ -1,7 +1,7 @@
 """Kills a training job at random moments until it has finished all the same: `python -m tests.training.soak --kills 100`.
 
-Two ranks of one model under torchrun with restarts, a checkpoint every few steps. Each kill is a SIGKILL of a rank drawn by lot
-(torchrun restarts the job), or, each fifth time, of the launcher itself (the same command is started again). It counts
+Two ranks of one model under torchrun with restarts, a checkpoint every few steps. Each kill is a SIGKILL of a rank drawn
+by lot (torchrun restarts the job), or, each fifth time, of the launcher itself (the same command is started again). It counts
   unreadable   published checkpoints whose index or checksums do not hold at the moment after a kill
   lost         starts that went on from an older checkpoint than the newest that had been published before the kill
   different    steps whose loss, gradient norm or learning rate are not bitwise those of a run that nobody killed,
@@ -32,8 +32,8 @@ from tests.training.resuming import curve
 SETTINGS = (
     "model.hidden_size=16", "model.num_layers=1", "model.num_heads=2", "attention.head_dim=8", "attention.num_kv_heads=2",
     "model.mlp.hidden_size=24", "train.seq_len=16", "train.global_batch_size=4", "train.micro_batch_size=2",
-    "attention.dropout=0.1", "parallel.tensor=2", "train.log_every=1", "eval.every=0", "checkpoint.every=3",
-    "tracking.wandb.mode=disabled", "tracking.console=lines",
+    "attention.dropout=0.1", "parallel.tensor=2", "schedule=constant", "schedule.warmup_steps=0", "train.log_every=1",
+    "eval.every=0", "checkpoint.every=3", "tracking.wandb.mode=disabled", "tracking.console=lines",
 )  # fmt: skip
 START_SECONDS = 180.0
 
@@ -60,25 +60,27 @@ class Soak:
             )
 
     def run(self, kills: int) -> None:
-        """Until the job has finished; at most `kills` times it is killed before."""
+        """Until the job was killed `kills` times and has finished after all; one that finishes before is given more steps."""
         job = self.start()
         try:
-            while True:
-                if self.kills >= kills:
-                    job.wait(START_SECONDS + self.steps)
-                    break
+            while self.kills < kills:
                 # Mostly in training, now and then in the start-up, where the launcher takes its 30 s to end the other rank.
                 if self.draw.random() < 0.1:
                     time.sleep(self.draw.uniform(0.0, 8.0))
-                elif not self._wait_for_progress(job):
-                    break
+                elif self._wait_for_progress(job):
+                    time.sleep(self.draw.uniform(0.0, 0.8))
+                if job.poll() is None:
+                    job = self._kill(job)
                 else:
-                    time.sleep(self.draw.uniform(0.0, 1.5))
-                if job.poll() is not None:
-                    break
-                job = self._kill(job)
+                    self._require_success(job)
+                    self.steps += 20
+                    job = self.start()
+            job.wait(START_SECONDS + self.steps)
+            self._require_success(job)
         finally:
             kill_tree(job.pid)
+
+    def _require_success(self, job: subprocess.Popen) -> None:
         if job.returncode != 0:
             raise AssertionError(f"exit code {job.returncode}: {self.log.read_text()[-3000:]}")
 
@@ -165,15 +167,16 @@ def _send(process: psutil.Process, number: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--steps", type=int, help="default: 15 per kill")
+    parser.add_argument("--steps", type=int, default=100, help="of the job as it begins; it is given more as it needs them")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    soak = Soak(folder, given.steps or 15 * given.kills, given.seed)
+    soak = Soak(folder, given.steps, given.seed)
     soak.run(given.kills)
     result = {
         "kills": soak.kills,
         "starts by hand": soak.starts,
+        "steps": soak.steps,
         "unreadable": soak.unreadable,
         "lost": soak.lost,
         "different": soak.different(),
