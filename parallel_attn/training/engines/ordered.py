@@ -1,6 +1,6 @@
 """Sums over replicas in one order, whatever the back end, the buckets and the place of an element in them."""
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP looks at a hook's annotations and takes no strings.
 
 import torch
 import torch.distributed as dist
