@@ -53,7 +53,7 @@ def spoil(folder, kind: str):
     return path
 
 
-@pytest.mark.parametrize("kind", ["truncated", "flipped", "deleted"])
+@pytest.mark.parametrize("kind", ["flipped", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("truncated", "deleted"))])
 def test_a_damaged_shard_is_named_on_all_ranks_and_the_one_before_goes_on(tmp_path, whole, kind):
     run_dir = tmp_path / "a"
     shutil.copytree(whole, run_dir)
@@ -208,7 +208,7 @@ def full_disk_case(run_dir: str, where: int, number: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("where, number", [(0, errno.EROFS), (1, errno.ENOSPC)])
+@pytest.mark.parametrize("where, number", [(1, errno.ENOSPC), pytest.param(0, errno.EROFS, marks=pytest.mark.slow)])
 def test_a_full_disk_ends_all_ranks_with_the_path_and_leaves_the_one_before(tmp_path, where, number):
     run_dir = tmp_path / "a"
     messages = run(2, full_disk_case, str(run_dir), where, number, timeout=60)

@@ -12,6 +12,8 @@ from tests.training.resuming import ENGINES, curve, require_same_state, trained
 ACCUMULATED = ("train.steps=10", "train.micro_batch_size=1", "train.global_batch_size=6")
 DETERMINISTIC = ("train.deterministic=true", "train.global_batch_size=12")
 SLOW = [
+    ("ddp", 1, 1, ()),
+    ("zero3", 2, 1, ("train.precision=bf16",)),
     ("zero0", 2, 2, ()),
     ("zero2", 2, 1, ("train.precision=bf16",)),
     ("zero1", 2, 1, ("train.precision=bf16", "attention.dropout=0.1")),
@@ -25,12 +27,10 @@ SLOW = [
     ("zero3", 3, 1, DETERMINISTIC),
 ]
 CASES = [
-    ("ddp", 1, 1, ()),
     ("ddp", 2, 2, ("attention=mqa", "model.tie_embeddings=true")),
     ("ddp", 4, 2, ("attention.dropout=0.2",)),
     ("fsdp2", 2, 1, ("train.micro_batch_size=null",)),
     ("zero1", 4, 2, ("attention.dropout=0.2",)),
-    ("zero3", 2, 1, ("train.precision=bf16",)),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]
 
@@ -57,7 +57,7 @@ def text_of(folder, samples: int):
     return "data=text", f"data.path={folder}/train.txt", f"data.val_path={folder}/val.txt", f"data.cache_dir={folder}/cache"
 
 
-@pytest.mark.parametrize("stop_in", [2, 3, 4])
+@pytest.mark.parametrize("stop_in", [3, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 4))])
 def test_across_the_border_of_an_epoch(tmp_path, stop_in):
     """Four steps of six samples are an epoch."""
     settings = (*ACCUMULATED, *text_of(tmp_path, 24))
