@@ -52,6 +52,8 @@ class Checkpoints:
         self.every = config.checkpoint.every
         self.shards = parameter_shards(engine.module)
         self.saved_step: int | None = None
+        self.last: Path | None = None
+        self.run_dir = run_dir
         self.saver: Saver | None = None
         self._tokenizer = tokenizer.to_json()
         self._known = {
@@ -103,7 +105,14 @@ class Checkpoints:
 
     def wait(self) -> Path | None:
         """Waits until what was saved is on the disk; returns where. Raises CheckpointError on every rank."""
-        return self.saver.wait() if self.saver is not None else None
+        done = self.saver.wait() if self.saver is not None else None
+        self.last = done or self.last
+        return done
+
+    def say_where(self) -> None:
+        """Tells the user how to go on with a run that did not come to its end."""
+        if self.last is not None and self.saved_step is not None and self.saved_step < self.config.train.steps:
+            self.tracker.notice(f"saved {self.last}: run_dir={self.run_dir} goes on from there")
 
     def _equalize_copies(self) -> None:
         """Rewrites copies from their first holder. At three or more replicas, sums over them may differ by an ulp between

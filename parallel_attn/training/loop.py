@@ -70,13 +70,17 @@ class Loop:
         except (NonFiniteLoss, Interrupted):
             self.finish_saving()  # all ranks are here: what was being saved can be finished
             raise
+        finally:
+            if self.checkpoints is not None:
+                self.checkpoints.say_where()
 
     def _run(self) -> float:
         settings, self.began = self.config.train, time.perf_counter()
         # The second step: optimizer state exists by then.
         measured_step = min(self.start_step + 1, settings.steps - 1)
         every = self.config.eval.every
-        if self.start_step and every and self.start_step % every == 0 and self.validated != self.start_step:
+        due = every and (self.start_step % every == 0 or self.start_step == settings.steps)
+        if self.start_step and due and self.validated != self.start_step:
             self.validate(self.start_step)  # the run was told to stop before it
         window = Window()
         for step in range(self.start_step, settings.steps):
