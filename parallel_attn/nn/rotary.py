@@ -27,6 +27,10 @@ class RopeConfig:
     scaling: Optional[RopeScaling] = None
 
     def __post_init__(self) -> None:
+        for key in ("theta", "fraction"):
+            value = getattr(self, key)
+            if type(value) not in (int, float):
+                raise SettingsError(f"attention.rope.{key}={value!r} must be a number")
         self.scaling = as_scaling(self.scaling)
 
 

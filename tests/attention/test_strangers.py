@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parallel_attn import GroupedQueryAttention, SettingsError
+from parallel_attn import CrossAttention, GroupedQueryAttention, SettingsError
 from parallel_attn.planning.parity import set_parameters
 from tests.parity import world_axis
 from tests.world import run
@@ -132,6 +132,8 @@ def test_print_shows_the_sharding():
     [
         ({"rope": {"thetta": 1}}, "attention.rope has no .'thetta'."),
         ({"rope": None}, "attention.rope=None"),
+        ({"rope": {"fraction": "half"}}, "attention.rope.fraction='half' must be a number"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0 must be positive and finite"),
         ({"num_heads": 8.0}, "attention.num_heads=8.0 must be a whole number"),
         ({"rope": {"theta": float("nan")}}, "attention.rope.theta=nan"),
         ({"heads": 8}, "attention.heads is not a setting"),
@@ -140,5 +142,7 @@ def test_print_shows_the_sharding():
 def test_settings_of_the_wrong_kind(settings, message):
     with pytest.raises(SettingsError, match=message):
         layer(**settings)
+    with pytest.raises(SettingsError, match="memory_size=0 must be a whole number, at least 1"):
+        CrossAttention(24, num_heads=4, memory_size=0)
     with pytest.raises(SettingsError, match="config=8 is not a GroupedConfig"):
         GroupedQueryAttention(64, 8)
