@@ -56,6 +56,17 @@ def test_nothing_at_all_is_an_input(shape, settings, documents):
     assert y.shape == x.shape and x.grad.shape == x.shape and not module.q.weight.grad.any()
 
 
+@pytest.mark.parametrize(
+    "name, shape",
+    [("samples", (1,)), ("document_ids", (2, 4)), ("document_ids", (3, 5)), ("key_padding_mask", (2, 1)), ("positions", (1,))],
+)
+def test_what_could_be_broadcast_or_cut_short_is_refused(name, shape):
+    given = {"samples": torch.arange(2), "step": 0}
+    given[name] = torch.zeros(shape, dtype=torch.bool if "mask" in name else torch.long)
+    with pytest.raises(ValueError, match=name):
+        layer(dropout=0.1)(torch.randn(2, 5, 24), **given)
+
+
 def test_a_dry_run_with_fake_tensors_leaves_nothing_behind():
     module, x = layer(), torch.randn(1, 4, 24)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
