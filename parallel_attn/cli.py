@@ -14,6 +14,9 @@ usage: parallel-attn SUBCOMMAND [KEY=VALUE ...]
   verify    prove on this machine that a configuration trains the same when it is sharded; starts its own processes
             parallel-attn verify attention=mqa parallel.tensor=4
 
+  checkpoint  list the checkpoints of a run, verify their checksums, show what is inside
+              parallel-attn checkpoint run=runs/a
+
 `parallel-attn SUBCOMMAND --help` says more; that of train lists groups and keys."""
 
 
@@ -44,7 +47,13 @@ def verify(arguments: list[str]) -> None:
     sys.exit(run(arguments))
 
 
-SUBCOMMANDS = {"train": train, "verify": verify}
+def checkpoint(arguments: list[str]) -> None:
+    from parallel_attn.checkpoint.show import main as run
+
+    sys.exit(run(arguments))
+
+
+SUBCOMMANDS = {"train": train, "verify": verify, "checkpoint": checkpoint}
 
 if __name__ == "__main__":
     main()

@@ -192,3 +192,22 @@ def all_gather(x: Tensor, axis: AxisGroup, dim: int, ranges: Sequence[Range]) ->
 def reduce_scatter(x: Tensor, axis: AxisGroup, dim: int, ranges: Sequence[Range]) -> Tensor:
     """This rank's slice along `dim` of the sum over the axis."""
     return x if axis.degree == 1 else _ReduceScatter.apply(x, axis, dim, tuple(ranges))
+
+
+def all_gather_packed(
+    slices: Sequence[Tensor], axis: AxisGroup, ranges_of_each: Sequence[Sequence[Range]]
+) -> list[Tensor]:
+    """`all_gather` of several tensors (..., F_local) along their last dim, in one collective forward and one backward.
+
+    ranges_of_each: for each tensor every rank's (start, stop) along that dim.
+    """
+    if axis.degree == 1 or not slices:
+        return list(slices)
+    widths = [[stop - start for start, stop in (ranges[rank] for ranges in ranges_of_each)] for rank in range(axis.degree)]
+    packed, start = [], 0
+    for local in widths:
+        packed.append((start, start + sum(local)))
+        start += sum(local)
+    whole = all_gather(torch.cat(list(slices), dim=-1), axis, -1, packed)
+    pieces = whole.split([width for local in widths for width in local], dim=-1)
+    return [torch.cat(pieces[i :: len(slices)], dim=-1) for i in range(len(slices))]

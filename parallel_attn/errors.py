@@ -32,6 +32,10 @@ class PeerLost(RuntimeError):
     """A collective failed because another rank left or died: that rank's own error is the cause."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read. The message is one line: the path, what is wrong, what would work."""
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal (its only argument) asked this process to end. Not an Exception: only who ends the process catches it."""
 

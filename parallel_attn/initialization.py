@@ -99,7 +99,7 @@ class Dropout:
         """(B, H, S, T) bool: False where a weight is dropped. What is kept grows by 1 / (1 - rate)."""
         cell = _mixed((self.queries.unsqueeze(1) << 32) + self.slots)  # (S, T)
         bits = self.keys.view(*self.keys.shape, 1, 1) + cell
-        # The finalizer's last steps, in place: only the top bits decide, and its last shift leaves those alone.
+        # Two rounds of shift and product in place, enough for the top bits, which alone decide: half the passes of _mixed.
         bits.bitwise_xor_(bits >> 30).mul_(_MULTIPLIERS[0])
         bits.bitwise_xor_(bits >> 27).mul_(_MULTIPLIERS[1])
         return bits >= int(self.rate * 2**64) - 2**63

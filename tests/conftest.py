@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -22,6 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # One cache for the session, and one for each of its workers: the tokens of the default corpus are made once, and never
     # found from an older version.
     os.environ["XDG_CACHE_HOME"] = folder
+    # Started in the background by a script, this process ignores SIGINT, and so would every process that a test interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # A developer's W&B account must not receive the runs of tests.
     os.environ.pop("WANDB_API_KEY", None)
     os.environ["NETRC"] = os.path.join(folder, "no-netrc")

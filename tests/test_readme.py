@@ -133,7 +133,7 @@ def test_no_key_of_the_readme_is_unknown():
     from tests.training.composed import composed
 
     known = set(_keys(composed())) | set(_keys(composed("data=text", "data.path=x")))
-    for choices in (["attention=mla"], ["data=hub"], ["tokenizer=bpe"], ["tokenizer=file"], ["engine=deepspeed"], ["schedule=wsd"]):
+    for choices in (["attention=mla"], ["model=encoder_decoder"], ["data=hub"], ["tokenizer=bpe"], ["tokenizer=file"], ["engine=deepspeed"], ["schedule=wsd"]):
         known |= set(_keys(composed(*choices)))
     written = set(re.findall(r"\b((?:model|attention|data|tokenizer|engine|train|optimizer|schedule|eval|tracking|parallel)\.[\w.]+)=", README))
     assert written and written <= known, written - known

@@ -1,4 +1,4 @@
-from parallel_attn.attention.base import Attention
+from parallel_attn.attention.base import Attention, without_padding
 from parallel_attn.attention.config import AttentionConfig
 from parallel_attn.attention.cross import CrossAttention, CrossConfig
 from parallel_attn.attention.grouped import GroupedConfig, GroupedQueryAttention
@@ -19,4 +19,5 @@ __all__ = [
     "LatentConfig",
     "MultiHeadLatentAttention",
     "TiedConfig",
+    "without_padding",
 ]

@@ -2,7 +2,7 @@
 its output, and what it must declare.
 
 A new type is a subclass in a file of its own plus one YAML that names it. It declares its projections and how each is
-sharded (by building them), its forward, and its cache and FLOPs (by the two methods below).
+sharded (by building them), its forward and its cache.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class Attention(ShardedModule, ABC):
 
     reads_memory: ClassVar[bool] = False
     """Whether keys and values come from another sequence: forward(x, memory)."""
+    scales_scores: ClassVar[bool] = False
+    """Whether the softmax scale takes YaRN's `score_factor`, as DeepSeek's does."""
     plan: HeadPlan
     """Which heads this type puts on which rank."""
     scale: float
@@ -133,8 +135,23 @@ class Attention(ShardedModule, ABC):
 
     def rotary_of(self, width: int, *, fraction: float = 1.0) -> Rotary:
         """Rotary embedding of the first `fraction` of vectors of `width`, with this layer's rope settings."""
-        rope = self.config.rope
-        return Rotary(width, theta=rope.theta, fraction=fraction, style=rope.style, scaling=rope.scaling)
+        rope, scaling = self.config.rope, self.config.rope.scaling
+        if scaling is not None and scaling.mscale_all_dim is not None and not (scaling.mscale or self.scales_scores):
+            raise SettingsError(
+                f"attention.rope.scaling.mscale_all_dim={scaling.mscale_all_dim}: {type(self).__name__} reads it beside "
+                f"mscale only (latent attention multiplies its scores with it); give both or none"
+            )
+        return Rotary(width, theta=rope.theta, fraction=fraction, style=rope.style, scaling=scaling)
+
+    def shared_rope_key(self, width: int, *, bias: bool = False) -> ColumnParallelLinear:
+        """The projection of a rope key that all heads share. Every rank holds it whole and uses it for its own heads
+        only: copies, as of an MQA's key."""
+        return self.column("k_rope", 1, ((0, 1),) * self.tensor_axis.degree, width, bias=bias)
+
+    def with_rope_key(self, nope: Tensor, rope_key: Tensor, positions: Tensor | None) -> Tensor:
+        """Keys without positions (B, T, K_local, N) and the shared rope key (B, T, R) -> (B, T, K_local, N + R)."""
+        turned = self.rotary(rope_key.unsqueeze(2), positions)
+        return torch.cat([nope, turned.expand(*nope.shape[:3], -1)], dim=-1)
 
     def core(
         self,
@@ -213,9 +230,9 @@ class Attention(ShardedModule, ABC):
     def cache_elements_per_token(self, rank: int | None = None) -> int:
         """Elements that tensor rank `rank` (default: this one) caches per token in generation."""
 
-    @abstractmethod
     def core_flops_per_token(self, context: int) -> int:
         """Forward FLOPs (2 per multiply-add) of scores and weighted sum for one query over `context` keys, all heads."""
+        return 2 * self.config.num_heads * (self.head_dim + self.v_head_dim) * context
 
     def mean_keys(self, tokens: int, memory: int) -> float:
         """Keys that a query sees in the mean over `tokens` queries; memory: tokens of the sequence that cross attention
@@ -224,9 +241,9 @@ class Attention(ShardedModule, ABC):
         back = reach * (reach + 1) / 2 + (tokens - reach) * reach  # query i sees min(i, reach) keys up to its own
         return (back if self.config.causal else 2 * back - tokens) / tokens
 
-    def local_plan_range(self, ranges, rank: int | None = None) -> int:
-        """How many of the heads in `ranges` (one range per rank) tensor rank `rank` (default: this one) holds."""
-        start, stop = ranges[self.tensor_axis.rank if rank is None else rank]
+    def shared_heads(self, rank: int | None = None) -> int:
+        """How many KV heads (latents, tied heads) tensor rank `rank` (default: this one) holds."""
+        start, stop = self.plan.kv_heads[self.tensor_axis.rank if rank is None else rank]
         return stop - start
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Optional
 
 from parallel_attn.errors import SettingsError
@@ -68,20 +70,30 @@ def check_settings(layer: Any) -> None:
     if not 0 <= config.dropout < 1:
         raise SettingsError(f"attention.dropout={config.dropout} must be in [0, 1)")
     if config.bias == "all" and not config.output_projection:
-        raise SettingsError(
-            "attention.bias=all with attention.output_projection=false: no projection to put it on, use qkv"
-        )
+        raise SettingsError("attention.bias=all with attention.output_projection=false: there is no projection to put it on")
     if config.qk_norm_zero_centered and config.qk_norm == "none" and "qk_norm" not in layer.cannot_honour:
         raise SettingsError("attention.qk_norm_zero_centered=true needs attention.qk_norm=head or full")
-    untouched = type(config)(num_heads=config.num_heads)
-    for key, reason in layer.cannot_honour.items():
-        name, _, leaf = key.partition(".")
-        value, default = getattr(config, name), getattr(untouched, name)
+    refuse_touched(config, layer.cannot_honour, type(layer).__name__)
+
+
+def refuse_touched(config: AttentionConfig, reasons: Mapping[str, str], who: str, key: str = "attention") -> None:
+    """Raises SettingsError where a setting of `reasons` (its name, or "rope.fraction") is not at its Config's default."""
+    for name, reason in reasons.items():
+        first, _, leaf = name.partition(".")
+        value, default = getattr(config, first), _default(type(config), first)
         if leaf:
             value, default = getattr(value, leaf), getattr(default, leaf)
         if value != default:
-            shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
-            raise SettingsError(f"attention.{key}={value}: {type(layer).__name__} {reason}; leave it at {shown}")
+            raise SettingsError(f"{key}.{name}={_shown(value)}: {who} {reason}; leave it at {_shown(default)}")
+
+
+def _default(kind: type, name: str) -> Any:
+    made = kind.__dataclass_fields__[name]
+    return made.default if made.default_factory is MISSING else made.default_factory()
+
+
+def _shown(value: Any) -> Any:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
 def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -89,14 +101,22 @@ def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
         raise SettingsError(f"{key}={value} is not one of: {', '.join(choices)}")
 
 
+_TYPES = {
+    "int": (lambda value: type(value) is int, "a whole number"),
+    "float": (lambda value: isinstance(value, (int, float)) and type(value) is not bool, "a number"),
+    "bool": (lambda value: type(value) is bool, "true or false"),
+    "str": (lambda value: isinstance(value, str), "a word"),
+}
+
+
 def _check_types(config: AttentionConfig) -> None:
-    for key, value in vars(config).items():
-        if value is None:
+    for setting in fields(config):
+        value, declared = getattr(config, setting.name), str(getattr(setting.type, "__name__", setting.type))
+        if value is None and "Optional" in declared:
             continue
-        if (key.endswith(("_dim", "_heads", "_rank")) or key == "window") and type(value) is not int:
-            raise SettingsError(f"attention.{key}={value!r} must be a whole number")
-        if key in ("soft_cap", "dropout") and (type(value) is bool or not isinstance(value, (int, float))):
-            raise SettingsError(f"attention.{key}={value!r} must be a number")
+        for name, (fits, wanted) in _TYPES.items():
+            if re.search(rf"\b{name}\b", declared) and not fits(value):
+                raise SettingsError(f"attention.{setting.name}={value!r} must be {wanted}")
     if isinstance(config.rope, dict):
         unknown = set(config.rope) - set(RopeConfig.__dataclass_fields__)
         if unknown:

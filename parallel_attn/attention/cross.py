@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel_attn.attention.base import without_padding
-from parallel_attn.attention.config import AttentionConfig
+from parallel_attn.attention.config import AttentionConfig, refuse_touched
 from parallel_attn.attention.grouped import GroupedConfig, GroupedQueryAttention
 from parallel_attn.errors import SettingsError
 from parallel_attn.nn.linear import ColumnParallelLinear, column_parallel
@@ -35,11 +35,7 @@ class CrossAttention(GroupedQueryAttention):
 
     Config = CrossConfig
     reads_memory = True
-    cannot_honour = {
-        "causal": _NO_ORDER,
-        "window": _NO_ORDER,
-        "rope": _NO_ORDER,
-    }
+    cannot_honour = dict.fromkeys(("causal", "window", *(f"rope.{f.name}" for f in fields(RopeConfig))), _NO_ORDER)
 
     def __init__(
         self, hidden_size: int, config: CrossConfig | None = None, *, memory_size: int | None = None, **kwargs: Any
@@ -58,15 +54,10 @@ class CrossAttention(GroupedQueryAttention):
         if isinstance(config, CrossConfig):
             return config
         if kind is not GroupedQueryAttention:
-            raise SettingsError(
-                f"{key}: {kind.__name__} has no cross form; choose one of: cross, mha, mqa, gqa, gated_gqa"
-            )
-        untouched = GroupedConfig(num_heads=config.num_heads)
-        for name in ("causal", "window", "rope"):
-            if getattr(config, name) != getattr(untouched, name):
-                raise SettingsError(f"{key}.{name}={getattr(config, name)}: cross attention {_NO_ORDER}; leave it out")
-        kept = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("causal", "window", "rope")}
-        return CrossConfig(**kept)
+            raise SettingsError(f"{key}: {kind.__name__} has no cross form; choose cross or a grouped-query type")
+        refuse_touched(config, cls.cannot_honour, cls.__name__, key)
+        orders = {name.partition(".")[0] for name in cls.cannot_honour}
+        return CrossConfig(**{f.name: getattr(config, f.name) for f in fields(config) if f.name not in orders})
 
     @property
     def memory_readers(self) -> list[ColumnParallelLinear]:

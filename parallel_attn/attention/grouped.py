@@ -52,6 +52,7 @@ class GroupedQueryAttention(Attention):
         self.plan = HeadPlan(config.num_heads, kv_heads, self.tensor_axis.degree)
         self.scale = self.head_dim**-0.5
         query, kv, bias = self.plan.query_heads, self.plan.kv_heads, config.bias != "none"
+        self.rotary = self.rotary_of(self.head_dim, fraction=config.rope.fraction)
         self.q = self.column("q", config.num_heads, query, self.head_dim, bias=bias)
         self.k = self.column("k", kv_heads, kv, self.head_dim, inputs=self.memory_size, bias=bias)
         self.v = self.column("v", kv_heads, kv, self.v_head_dim, inputs=self.memory_size, bias=bias)
@@ -69,7 +70,6 @@ class GroupedQueryAttention(Attention):
                 HeadGain(place.child(name), self.head_dim, heads, ranges, zero_centered=zero_centered)
                 for name, heads, ranges in (("q_norm", config.num_heads, query), ("k_norm", kv_heads, kv))
             )
-        self.rotary = self.rotary_of(self.head_dim, fraction=config.rope.fraction)
 
     def forward(
         self,
@@ -114,7 +114,4 @@ class GroupedQueryAttention(Attention):
         return normed[0], normed[1]
 
     def cache_elements_per_token(self, rank: int | None = None) -> int:
-        return self.local_plan_range(self.plan.kv_heads, rank) * (self.head_dim + self.v_head_dim)
-
-    def core_flops_per_token(self, context: int) -> int:
-        return 2 * self.config.num_heads * (self.head_dim + self.v_head_dim) * context
+        return self.shared_heads(rank) * (self.head_dim + self.v_head_dim)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel_attn.attention.base import without_padding
+from parallel_attn.attention.config import refuse_touched
 from parallel_attn.attention.latent import LatentAttention, LatentConfig
 from parallel_attn.nn.linear import HeadLinear, column_parallel
 from parallel_attn.nn.norm import HeadGain, at_least_float32, rms_norm
@@ -39,14 +40,16 @@ class GroupedLatentAttention(LatentAttention):
         super().__init__(hidden_size, config, **kwargs)
         heads, latents, degree = self.config.num_heads, self.config.num_latent_heads, self.tensor_axis.degree
         self.plan = HeadPlan(heads, latents, degree, kv_key="num_latent_heads", kv_name="latent head")
+        if self.q_latent_dim is None:
+            only = "has no down projection to split or to keep whole without attention.q_lora_rank"
+            refuse_touched(self.config, {"down_projection": only}, type(self).__name__)
         self.build_queries()
         bias = self.config.bias == "all"
         self.kv_a = self.column("kv_a", latents, self.plan.kv_heads, self.latent_dim, bias=bias)
         if self.config.latent_norm:
             self.kv_a_norm = HeadGain(self.placement.child("kv_a_norm"), self.latent_dim, latents, self.plan.kv_heads)
         if self.rope_dim:
-            # Every rank holds it whole and uses it for its own heads only: copies, as of an MQA's key.
-            self.k_rope = self.column("k_rope", 1, ((0, 1),) * degree, self.rope_dim, bias=bias)
+            self.k_rope = self.shared_rope_key(self.rope_dim, bias=bias)
         self.kv_b = HeadLinear(
             self.placement.child("kv_b"),
             self.latent_dim,
@@ -89,4 +92,4 @@ class GroupedLatentAttention(LatentAttention):
         return (rms_norm(wide, ones, self.config.latent_norm_eps) * self.kv_a_norm(wide.dtype)).to(latents.dtype)
 
     def cache_elements_per_token(self, rank: int | None = None) -> int:
-        return self.local_plan_range(self.plan.kv_heads, rank) * self.latent_dim + self.rope_dim
+        return self.shared_heads(rank) * self.latent_dim + self.rope_dim

@@ -3,6 +3,7 @@
     what                          how
     causal or not, groups, unequal widths, learned sinks         one fused call; sinks are one key and one width more
     sliding window                query blocks with their band of keys as one fused call: S x (block + window), not S x S
+                                  (a mask below 2 blocks, where the band would be no smaller)
     documents                     one call per document: no mask at all
     key padding                   a mask
     soft cap, dropout             the explicit path (attention/explicit.py), in query blocks that are recomputed in backward
@@ -68,10 +69,11 @@ def attend(
         return explicit(q, k, v, window=window, key_padding_mask=key_padding_mask, **settings)
     if window is not None and queries == keys and keys > 2 * max(window, WINDOW_BLOCK):
         return _by_window(q, k, v, scale, causal, window, sinks, key_padding_mask)
-    mask = None
-    if key_padding_mask is not None or window is not None or (causal and queries not in (1, keys)):
-        mask = allowed_keys(queries, keys, causal, window, q.device)
-        mask = mask if key_padding_mask is None else mask & key_padding_mask.unsqueeze(1)
+    mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(1)
+    ordered = window is not None or (causal and queries > 1)
+    if ordered and (mask is not None or window is not None or queries != keys):
+        allowed = allowed_keys(queries, keys, causal, window, q.device)
+        mask = allowed if mask is None else mask & allowed
     # The kernel aligns its own causal flag top-left, which is the same thing only for S == T.
     return fused(q, k, v, scale=scale, causal=causal and mask is None and queries == keys, mask=mask, sinks=sinks)
 
@@ -86,7 +88,7 @@ def fused(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """One call of the fused kernel. `mask` (B or 1, S, T) bool, True where attention is allowed; shapes as in `attend`."""
+    """One call of the fused kernel. `mask` (B or 1, S or 1, T) bool, True where attention is allowed; shapes as in `attend`."""
     width, value_width = q.shape[-1], v.shape[-1]
     # Unequal widths would drop to the unfused path: zeros in the narrower one change no score and no value.
     if value_width < width:

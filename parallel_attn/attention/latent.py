@@ -7,6 +7,7 @@ Shapes: B batch, S sequence, D model width, H query heads, C latent width, N / R
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from parallel_attn.attention.base import Attention, without_padding
-from parallel_attn.attention.config import AttentionConfig, check_choice
-from parallel_attn.collectives import all_gather, copy
+from parallel_attn.attention.config import AttentionConfig, check_choice, refuse_touched
+from parallel_attn.collectives import all_gather_packed, copy
 from parallel_attn.errors import SettingsError
 from parallel_attn.nn.linear import ColumnParallelLinear, ReplicatedLinear, column_parallel
 from parallel_attn.nn.norm import RMSNorm
@@ -39,6 +40,7 @@ _OWN_WIDTHS = "has the widths attention.qk_nope_head_dim and attention.qk_rope_h
 class LatentAttention(Attention):
     """What latent types share: the widths, the query's path, the rope key, the core."""
 
+    scales_scores = True
     latents_per_head_dim: int
     """Default latent width, in units of hidden_size / num_heads."""
     cannot_honour = {
@@ -63,6 +65,11 @@ class LatentAttention(Attention):
         self.rope_dim = width("qk_rope_head_dim", max(2, unit // 4 * 2))
         self.latent_dim = width("kv_lora_rank", self.latents_per_head_dim * unit)
         self.q_latent_dim = config.q_lora_rank
+        if not 0 < config.latent_norm_eps < math.inf:
+            raise SettingsError(f"attention.latent_norm_eps={config.latent_norm_eps} must be positive and finite")
+        if not config.latent_norm:
+            without = "has no latent norms with attention.latent_norm=false"
+            refuse_touched(config, {"latent_norm_eps": without}, type(self).__name__)
         if self.latent_dim < 1:
             raise SettingsError(f"attention.kv_lora_rank={self.latent_dim} must be at least 1")
         if self.q_latent_dim is not None and self.q_latent_dim < 1:
@@ -74,6 +81,11 @@ class LatentAttention(Attention):
         if self.rope_dim < 0 or self.rope_dim % 2:
             raise SettingsError(
                 f"attention.qk_rope_head_dim={self.rope_dim} must be even (rotary turns pairs), or 0 for no positions"
+            )
+        if self.rope_dim == 0 and config.rope.scaling is not None:
+            raise SettingsError(
+                f"attention.rope.scaling.type={config.rope.scaling.type} has nothing to scale at "
+                f"attention.qk_rope_head_dim=0: use null"
             )
         value = config.v_head_dim if config.v_head_dim is not None else (self.nope_dim or self.rope_dim)
         return self.nope_dim + self.rope_dim, value
@@ -117,7 +129,8 @@ class LatentAttention(Attention):
         """
         if self.sharded:
             outputs = column_parallel(x, [*down, *by_heads])
-            return gathered(outputs[: len(down)], down), list(outputs[len(down) :])
+            slices, features = outputs[: len(down)], [layer.shards["weight"].ranges for layer in down]
+            return all_gather_packed(slices, self.tensor_axis, features), list(outputs[len(down) :])
         return [layer(x) for layer in down], list(column_parallel(x, by_heads) if by_heads else [])
 
     def head_local(self, latents: list[Tensor]) -> list[Tensor]:
@@ -137,12 +150,8 @@ class LatentAttention(Attention):
         """q (B, S, H_local, N + R), keys and values by head (B, S, H_local, N + Ev), rope key (B, S, R) -> (B, S, D)."""
         k, v = nope_and_value.split([self.nope_dim, self.v_head_dim], dim=-1)
         if rope_key is not None:
-            turned = self.rotary(rope_key.unsqueeze(2), positions)
-            k = torch.cat([k, turned.expand(*k.shape[:3], self.rope_dim)], dim=-1)
+            k = self.with_rope_key(k, rope_key, positions)
         return self.output(self.core(q, k, v, **given), gate)
-
-    def core_flops_per_token(self, context: int) -> int:
-        return 2 * self.config.num_heads * (self.head_dim + self.v_head_dim) * context
 
 
 class MultiHeadLatentAttention(LatentAttention):
@@ -205,21 +214,3 @@ class MultiHeadLatentAttention(LatentAttention):
 
     def cache_elements_per_token(self, rank: int | None = None) -> int:
         return self.latent_dim + self.rope_dim
-
-
-def gathered(slices: tuple[Tensor, ...], layers: list[ColumnParallelLinear]) -> list[Tensor]:
-    """Feature slices (B, S, F_local) of several column-parallel layers -> whole (B, S, F), in one collective.
-
-    Backward is a reduce-scatter: the sum that a latent owes once each rank uses it for its own heads.
-    """
-    axis = layers[0].tensor_axis if layers else None
-    if axis is None or axis.degree == 1:
-        return list(slices)
-    widths = [[layer.shards["weight"].local_shape(rank)[0] for layer in layers] for rank in range(axis.degree)]
-    ranges, start = [], 0
-    for local in widths:
-        ranges.append((start, start + sum(local)))
-        start += sum(local)
-    packed = all_gather(torch.cat(slices, dim=-1), axis, -1, ranges)
-    pieces = packed.split([width for local in widths for width in local], dim=-1)
-    return [torch.cat(pieces[i :: len(layers)], dim=-1) for i in range(len(layers))]

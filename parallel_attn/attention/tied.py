@@ -54,12 +54,11 @@ class GroupedTiedAttention(Attention):
                 f"attention.rope.fraction={fraction} of attention.head_dim={self.head_dim} is a rope key of width "
                 f"{max(self.rope_dim, 0)}: it must be even, between 0 (fraction 0: no positions) and the head"
             )
+        self.rotary = self.rotary_of(self.rope_dim, fraction=float(self.rope_dim > 0))
         self.q = self.column("q", config.num_heads, self.plan.query_heads, self.head_dim, bias=bias)
         self.kv = self.column("kv", tied, self.plan.kv_heads, self.head_dim, bias=bias)
-        self.rotary = self.rotary_of(self.rope_dim, fraction=float(self.rope_dim > 0))
         if self.rope_dim:
-            # Every rank holds it whole and uses it for its own heads only: copies, as of an MQA's key.
-            self.k_rope = self.column("k_rope", 1, ((0, 1),) * degree, self.rope_dim, bias=bias)
+            self.k_rope = self.shared_rope_key(self.rope_dim, bias=bias)
         self.build_output(gate_bias=bias)
 
     def forward(
@@ -78,15 +77,11 @@ class GroupedTiedAttention(Attention):
         q, tied = q.unflatten(-1, (-1, self.head_dim)), tied.unflatten(-1, (-1, self.head_dim))
         k = tied
         if self.rope_dim:
-            turned = self.rotary(rest.pop(0).unsqueeze(2), positions).expand(*tied.shape[:3], self.rope_dim)
             nope = self.head_dim - self.rope_dim
-            k = torch.cat([tied[..., :nope], turned], dim=-1)
+            k = self.with_rope_key(tied[..., :nope], rest.pop(0), positions)
             q = torch.cat([q[..., :nope], self.rotary(q[..., nope:], positions)], dim=-1)
         masks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids}
         return self.output(self.core(q, k, tied, **masks, samples=samples, step=step), *rest or [None])
 
     def cache_elements_per_token(self, rank: int | None = None) -> int:
-        return self.local_plan_range(self.plan.kv_heads, rank) * self.head_dim + self.rope_dim
-
-    def core_flops_per_token(self, context: int) -> int:
-        return 4 * self.config.num_heads * self.head_dim * context
+        return self.shared_heads(rank) * self.head_dim + self.rope_dim

@@ -93,7 +93,8 @@ def _check_replica(data_rank: int, data_degree: int) -> None:
 class TrainBatches:
     """The micro batches of this replica, by optimizer step. Ranks that differ only in `tensor` pass the same data_rank.
 
-    Step s sees the global sample indices [s*G, (s+1)*G); replica r takes the r-th contiguous part, in order.
+    Step s sees the global sample indices [s*G, (s+1)*G); replica r takes the r-th contiguous part, in order. With
+    `origin` (step, sample), where a run of another G left off, step s begins at sample + (s - step) * G.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class TrainBatches:
         data_degree: int,
         documents: bool = False,
         context: int = 0,
+        origin: tuple[int, int] = (0, 0),
     ):
         """documents: batches carry document_ids. context: tokens at the start of each sample without targets.
 
@@ -124,7 +126,7 @@ class TrainBatches:
         self.tokens, self.seq_len, self.micro_batch_size = tokens, seq_len, micro_batch_size
         self.global_batch_size, self.data_rank = global_batch_size, data_rank
         self.documents, self.context = documents, context
-        self.replica_batch_size = global_batch_size // data_degree
+        self.replica_batch_size, self.origin = global_batch_size // data_degree, origin
         self.order = SampleOrder(sample_count(tokens, seq_len), seed)
 
     @property
@@ -134,11 +136,15 @@ class TrainBatches:
 
     def epoch(self, step: int) -> float:
         """Epochs seen before step `step`; its whole part is the epoch of the step's first sample."""
-        return step * self.global_batch_size / self.num_samples
+        return self.position(step) / self.num_samples
+
+    def position(self, step: int) -> int:
+        """Global sample index of the first sample of step `step`."""
+        return self.origin[1] + (step - self.origin[0]) * self.global_batch_size
 
     def step(self, step: int) -> list[Batch]:
         """This replica's micro batches of optimizer step `step` (from 0), each [micro_batch_size, S]; in any order."""
-        first = step * self.global_batch_size + self.data_rank * self.replica_batch_size
+        first = self.position(step) + self.data_rank * self.replica_batch_size
         samples = self.order.samples(first, first + self.replica_batch_size)
         size = self.micro_batch_size
         micro_batches = []

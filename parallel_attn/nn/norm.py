@@ -25,8 +25,9 @@ def at_least_float32(x: Tensor) -> Tensor:
 class RMSNorm(ShardedModule):
     """y = x / sqrt(mean(x^2) + eps) * gain over the last dim (width D), or * (1 + gain) when `zero_centered`.
 
-    `rank_local=True` says that x differs between tensor ranks (heads of this rank): then the replicated gain sees only a
-    part of its gradient on each rank and passes through one `copy`.
+    `rank_local=True` says that what is made of y differs between tensor ranks (x is this rank's heads, or a gathered latent
+    that it expands for its own heads): then the replicated gain sees only a part of its gradient on each rank and passes
+    through one `copy`.
     """
 
     def __init__(

@@ -76,11 +76,6 @@ class Rotary:
         self.frequencies(torch.device("cpu"))  # settings that do not fit each other stop here
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
 
-    @classmethod
-    def of(cls, head_dim: int, rope: RopeConfig) -> Rotary:
-        """The rotary of a head with all the settings of `rope`."""
-        return cls(head_dim, theta=rope.theta, fraction=rope.fraction, style=rope.style, scaling=rope.scaling)
-
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians per token of each pair of dims, (R/2,), float64."""
         exponents = torch.arange(0, self.width, 2, device=device, dtype=torch.float64) / max(self.width, 1)

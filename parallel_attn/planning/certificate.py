@@ -11,10 +11,16 @@ from parallel_attn.errors import SettingsError
 from parallel_attn.mesh import AxisGroup
 from parallel_attn.planning import mutants
 from parallel_attn.planning.parity import Parity, compare, projected
-from parallel_attn.planning.subjects import Subject, layer_subject, model_subject
+from parallel_attn.planning.subjects import Subject, cross_subject, layer_subject, model_subject
 from parallel_attn.training import Config, gradient_norm
 
-SUBJECTS = {"layer": layer_subject, "model": model_subject}
+SUBJECTS = {"layer": layer_subject, "cross": cross_subject, "model": model_subject}
+
+
+def subjects_of(config: Config, parts: Sequence[str], device: str = "cpu") -> list[Subject]:
+    """What `parts` of a configuration are; a part that it does not have is left out."""
+    made = (SUBJECTS[part](config, device) for part in parts)
+    return [subject for subject in made if subject is not None]
 
 
 @dataclass
@@ -31,7 +37,7 @@ def certify(config: Config, parts: Sequence[str], mutate: str | None = None, *, 
     Raises SettingsError when the mutant `mutate` meets nothing here, naming those that do.
     """
     axis = AxisGroup.of(dist.group.WORLD)
-    subjects = [SUBJECTS[part](config) for part in parts]
+    subjects = subjects_of(config, parts)
     if mutate is not None:
         require_touch(mutate, touching(subjects, axis))
     outcomes = {}

@@ -23,8 +23,9 @@ def heading(config: Config, dtype: torch.dtype, subjects: Sequence[Subject], bui
     precision = DTYPE_NOTES.get(dtype, str(dtype).removeprefix("torch."))
     name, width, degree = config.attention.cls.__name__, config.model.hidden_size, config.parallel.tensor
     lines = [f"{name} of width {width} on {degree} ranks against one process, in {precision}"]
-    layer = next(part for module in built for part in module.modules() if isinstance(part, Attention))
-    lines.append(textwrap.indent(str(layer.plan), "  "))
+    plans = [part.plan for module in built for part in module.modules() if isinstance(part, Attention)]
+    for plan in dict.fromkeys(plans):
+        lines.append(textwrap.indent(str(plan), "  "))
     for subject, module in zip(subjects, built):
         lines.append(f"{subject.name}: {costs.full_parameters(module):,} parameters; {subject.what}")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel_attn.attention import Attention, AttentionConfig, CrossAttention
 from parallel_attn.initialization import named_generator
 from parallel_attn.mesh import AxisGroup
 from parallel_attn.nn import IGNORE
@@ -61,10 +62,32 @@ def _shallow(part: Any) -> Any:
 
 def layer_subject(config: Config, device: str = "cpu") -> Subject:
     """The attention layer alone: x (B, S, D) -> (B, S, D), without masks and, where the type takes them, with masks."""
-    cls, settings, width = config.attention.cls, config.attention.config, config.model.hidden_size
+    return _layer("layer", config, config.attention.cls, config.attention.config, config.model.hidden_size, device)
+
+
+def cross_subject(config: Config, device: str = "cpu") -> Subject | None:
+    """The cross attention of the model alone, its memory (B, T, M) an input of its own; None in a model without one."""
+    settings = getattr(config.model, "cross_attention", None)
+    if settings is None:
+        return None
+    return _layer("cross", config, CrossAttention, settings, config.model.encoder_model().hidden_size, device)
+
+
+def _layer(
+    name: str, config: Config, cls: type[Attention], settings: AttentionConfig, memory_size: int, device: str
+) -> Subject:
+    """memory_size: M, for a type that reads a memory."""
+    width = config.model.hidden_size
     dtype, compute_dtype = compute_dtypes(config.train.precision)
     generator = named_generator(config.train.seed, "verify.layer")
-    x = torch.randn(BATCH, LENGTH, width, generator=generator, dtype=torch.float64).to(compute_dtype or dtype)
+
+    def drawn(length: int, width: int) -> Tensor:
+        x = torch.randn(BATCH, length, width, generator=generator, dtype=torch.float64)
+        return x.to(compute_dtype or dtype)
+
+    inputs, extra = [drawn(LENGTH, width)], {}
+    if cls.reads_memory:
+        inputs, extra = [drawn(LENGTH - 5, width), drawn(LENGTH, memory_size)], {"memory_size": memory_size}
     masks = layer_masks(cls)
 
     def build(axis: AxisGroup) -> nn.Module:
@@ -77,12 +100,14 @@ def layer_subject(config: Config, device: str = "cpu") -> Subject:
             norm_eps=config.model.norm_eps,
             device=device,
             dtype=dtype,
+            **extra,
         )
 
-    passes = {"no masks": lambda layer, inputs: layer(inputs[0], **dropout_place())}
+    passes = {"no masks": lambda layer, inputs: layer(*inputs, **dropout_place())}
     if masks:
-        passes[" and ".join(masks)] = lambda layer, inputs: layer(inputs[0], **masks, **dropout_place())
-    return Subject("layer", build, [x], passes, f"x ({BATCH}, {LENGTH}, {width}); {', then '.join(passes)}")
+        passes[" and ".join(masks)] = lambda layer, inputs: layer(*inputs, **masks, **dropout_place())
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("x", "memory"), inputs))
+    return Subject(name, build, inputs, passes, f"{shapes}; {', then '.join(passes)}")
 
 
 def layer_masks(cls: type) -> dict[str, Tensor]:

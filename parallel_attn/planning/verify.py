@@ -19,11 +19,11 @@ from parallel_attn import costs
 from parallel_attn.errors import SettingsError
 from parallel_attn.mesh import AxisGroup
 from parallel_attn.planning import mutants
-from parallel_attn.planning.certificate import SUBJECTS, Outcome, certify
+from parallel_attn.planning.certificate import SUBJECTS, Outcome, certify, subjects_of
 from parallel_attn.planning.parity import bounds_of
 from parallel_attn.planning.processes import RankFailed, run_world
 from parallel_attn.planning.report import heading, table, verdict
-from parallel_attn.planning.subjects import PRECISIONS, Subject, cut
+from parallel_attn.planning.subjects import LENGTH, PRECISIONS, Subject, cut
 from parallel_attn.training.config import Config, parse, plain_config
 from parallel_attn.training.exits import FAILED_EXIT, SETTINGS_EXIT
 from parallel_attn.training.overrides import compose_checked
@@ -44,8 +44,8 @@ initial weights, copies of weights (bitwise).
 EPILOG = """\
 exit code: 0 all errors are within their bounds, 1 some are not (or a process failed), 2 settings that cannot work.
 
-Widths and heads are the configuration's. Batch, length, depth and vocabulary are cut, as the output says: no path of the
-computation depends on them. An error is the largest difference as a share of the largest element of its tensor. In
+Widths and heads are the configuration's. Batch, length, depth and vocabulary are cut, as the output says: no collective
+depends on them (a window or a query block longer than the 24 tokens is the kernels' matter, and their tests'). An error is the largest difference as a share of the largest element of its tensor. In
 float64 anything beyond 1e-10 is a bug; look there first. `parallel-attn train --help` lists the keys.
 """
 
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--dtype", help=f"{', '.join(DTYPES)} (bf16 compute, float32 weights); default float64, or train.precision's"
     )
-    made.add_argument("--part", default="both", help="layer, model or both (the default)")
+    made.add_argument("--part", default="all", help="layer, cross (of an encoder-decoder), model, or all (the default)")
     made.add_argument("--mutate", metavar="NAME", help="drop or double one reduction on purpose; `list` names them")
     made.add_argument(
         "--json", metavar="FILE", help="write everything there: configuration, versions, bounds, all errors"
@@ -110,7 +110,10 @@ def run(options: argparse.Namespace) -> bool:
     dtype = next(dtype for dtype, precision in PRECISIONS.items() if precision == config.train.precision)
     degree = config.parallel.tensor
     on_paper = AxisGroup(None, 0, degree)
-    subjects = [SUBJECTS[part](config, "meta") for part in parts]
+    subjects = subjects_of(config, parts, "meta")
+    parts = [subject.name for subject in subjects]
+    if not parts:
+        raise SettingsError(f"--part {options.part}: this model has no cross attention (model=encoder_decoder does)")
     built = [build_on_paper(subject, parts, on_paper) for subject in subjects]
     for note in notes:
         print(f"note: {note}")
@@ -140,9 +143,9 @@ def build_on_paper(subject: Subject, parts: Sequence[str], axis: AxisGroup) -> A
 
 
 def chosen_parts(wanted: str) -> list[str]:
-    if wanted not in (*SUBJECTS, "both"):
-        raise SettingsError(f"--part {wanted} is not one of: {', '.join([*SUBJECTS, 'both'])}")
-    return list(SUBJECTS) if wanted == "both" else [wanted]
+    if wanted not in (*SUBJECTS, "all"):
+        raise SettingsError(f"--part {wanted} is not one of: {', '.join([*SUBJECTS, 'all'])}")
+    return list(SUBJECTS) if wanted == "all" else [wanted]
 
 
 def configuration(overrides: Sequence[str], dtype_name: str | None) -> tuple[Config, list[str]]:
@@ -174,6 +177,9 @@ def configuration(overrides: Sequence[str], dtype_name: str | None) -> tuple[Con
         if dtype_name and said != dtype:
             raise SettingsError(f"train.precision={config.train.precision} and --dtype {dtype_name} disagree: give one")
         dtype = said
+    window = getattr(config.attention.config, "window", None)
+    if window is not None and window >= LENGTH:
+        notes.append(f"attention.window={window} reaches beyond the {LENGTH} tokens that are compared")
     made = cut(config, dtype)
     if made.model.num_layers < config.model.num_layers:
         notes.append(f"model.num_layers={config.model.num_layers} is cut to {made.model.num_layers}")

@@ -43,7 +43,8 @@ class Tracker:
     As a context manager it finishes the run whatever happens: `status` in `summary.json` is finished, failed (an
     exception; `error` holds its line) or interrupted (Ctrl-C). A run folder that already has a `metrics.jsonl` is gone
     on with: records are appended, and their last values are known to the summary. `start_step` is the last optimizer
-    step that was already done.
+    step that was already done. Records of steps that are done a second time go to the files, not to W&B, whose step
+    never goes back.
 
     Raises SettingsError for wrong `settings` (on every rank), OSError when the run folder cannot be written.
     """
@@ -73,6 +74,9 @@ class Tracker:
         for record in read_jsonl(metrics_path):
             if record["step"] <= start_step:  # later ones belong to steps that this run does again
                 self._last.update(record)
+        # Also of attempts that were put aside: they went to the same W&B run.
+        told = (record["step"] for path in self.run_dir.glob("metrics*.jsonl") for record in read_jsonl(path))
+        self._told_wandb = max(told, default=0)
         self._console = Console(settings.console, total_steps, start_step=start_step)
         self._wandb = WandbSink(
             self.run_dir,
@@ -92,7 +96,8 @@ class Tracker:
         metrics = {key: value if isinstance(value, (int, float)) else float(value) for key, value in metrics.items()}
         self._jsonl.write(step, metrics)
         self._last.update({key: plain_number(value) for key, value in metrics.items()}, step=int(step))
-        self._wandb.log(step, metrics)
+        if step > self._told_wandb:
+            self._wandb.log(step, metrics)
         self._console.step(step, metrics)
 
     def notice(self, text: str) -> None:

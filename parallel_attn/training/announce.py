@@ -12,6 +12,8 @@ from parallel_attn.mesh import Mesh
 from parallel_attn.models import LanguageModel
 from parallel_attn.tracking import Tracker
 from parallel_attn.training.config import Config
+from parallel_attn.training.resume import Resume
+from parallel_attn.training.schedule import Schedule
 
 IMBALANCE_WARNING = 1.25
 
@@ -39,6 +41,19 @@ def announce(
     imbalance = max(plan.imbalance for plan in model.plans.values())
     for warning in warnings(config, imbalance, mesh, samples):
         tracker.warn(warning)
+
+
+def announce_resume(tracker: Tracker, config: Config, resume: Resume, origin: tuple[int, int], schedule: Schedule) -> None:
+    """From where a run goes on, and what is no longer as it was."""
+    tracker.notice(f"goes on from {resume.checkpoint.folder} at step {resume.step} of {config.train.steps}")
+    saved = resume.meta["schedule"]
+    if config.train.steps != saved["steps"] and resume.step < config.train.steps:
+        tracker.notice(
+            f"the learning rate follows the plan of {config.train.steps} steps: {schedule.rate(resume.step):.3g} at the "
+            f"next step (the plan of {saved['steps']} had {saved['next_rate']:.3g})"
+        )
+    if origin[1] == 0 and resume.meta["data"]["samples"]:
+        tracker.notice("other text, train.seq_len or train.seed than before: the data begins at its first sample")
 
 
 def warnings(config: Config, imbalance: float, mesh: Mesh, samples: int) -> Iterator[str]:

@@ -40,6 +40,8 @@ class TrainConfig:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     log_every: int = 20
+    deterministic: bool = False
+    hang_timeout: float = 600.0
 
     def check(self) -> None:
         for key in ("steps", "seq_len", "global_batch_size", "log_every"):
@@ -51,6 +53,7 @@ class TrainConfig:
         require(0 <= self.label_smoothing < 1, "train.label_smoothing", self.label_smoothing, "in [0, 1)")
         require(0 <= self.z_loss < math.inf, "train.z_loss", self.z_loss, "0 or more")
         require(self.seed >= 0, "train.seed", self.seed, "0 or more")
+        require(0 <= self.hang_timeout < math.inf, "train.hang_timeout", self.hang_timeout, "0 (off) or more seconds")
 
     def micro_batches(self, data_degree: int) -> tuple[int, int]:
         """(micro batch size, micro batches per optimizer step) of one replica.
@@ -86,6 +89,18 @@ class EvalConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    every: int = 200
+    keep: int = 2
+    resume: str = "auto"
+
+    def check(self) -> None:
+        require(self.every >= 0, "checkpoint.every", self.every, "0 (off) or more")
+        require(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
+        require(self.resume.strip() != "", "checkpoint.resume", "''", "auto, never, or a run or checkpoint folder")
+
+
+@dataclass
 class Choice:
     """A class that a YAML names, and its settings."""
 
@@ -106,6 +121,7 @@ class Config:
     parallel: ParallelConfig
     train: TrainConfig
     eval: EvalConfig
+    checkpoint: CheckpointConfig
     tracking: TrackingConfig
     device: str = "auto"
     run_dir: Optional[str] = None
@@ -118,6 +134,7 @@ class Config:
         self.train.check()
         self.model.check_data(self.train.seq_len, self.data.config.documents)
         self.eval.check()
+        self.checkpoint.check()
         self.tracking.check()
         for choice in (self.optimizer, self.engine):
             choice.config.check()
@@ -134,6 +151,7 @@ _PLAIN = {
     "parallel": ParallelConfig,
     "train": TrainConfig,
     "eval": EvalConfig,
+    "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,
 }
 _CHOICES = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from omegaconf import DictConfig
 
 from parallel_attn import mesh as meshes
-from parallel_attn.errors import Interrupted, NonFiniteLoss, PeerLost, SettingsError
+from parallel_attn.errors import CheckpointError, Interrupted, NonFiniteLoss, PeerLost, SettingsError
 from parallel_attn.training import exits
 from parallel_attn.training.overrides import check_overrides, config_dir, is_sweep
 from parallel_attn.training.signals import Signals
@@ -16,9 +17,10 @@ from parallel_attn.training.sweep import Sweep
 
 
 def main() -> None:
-    """The command line of train.py. Exits with 0, 1 (failed), 2 (settings), 130 (SIGINT) or 143 (SIGTERM)."""
+    """The command line of train.py. Exits with 0, 1 (failed), 2 (settings), 130 (SIGINT), 143 (SIGTERM) or
+    138 (SIGUSR1, by which SLURM can warn a job of its end)."""
     try:
-        with Signals() as signals:
+        with Signals((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)) as signals:
             run(signals)
     except Interrupted as error:
         exits.leave_interrupted(error)
@@ -57,11 +59,12 @@ def run_job(raw: DictConfig, *, signals: Signals) -> None:
 
     from parallel_attn.training.pretrain import pretrain
 
-    hydra = HydraConfig.get().runtime
-    os.chdir(hydra.cwd)  # paths are relative to where the user stands, whatever hydra.job.chdir says
+    hydra = HydraConfig.get()
+    os.chdir(hydra.runtime.cwd)  # paths are relative to where the user stands, whatever hydra.job.chdir says
     try:
-        pretrain(raw, name=job_name(hydra.choices), signals=signals)
-    except (SettingsError, NonFiniteLoss) as error:
+        choices = dict(hydra.runtime.choices)
+        pretrain(raw, name=job_name(choices), signals=signals, overrides=list(hydra.overrides.task), choices=choices)
+    except (SettingsError, NonFiniteLoss, CheckpointError) as error:
         exits.leave_with_line(error)
     except PeerLost as error:
         signals.check()  # the launcher has told this rank to end: it is not the one that has something to say

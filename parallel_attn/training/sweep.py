@@ -20,7 +20,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from parallel_attn import mesh as meshes
-from parallel_attn.errors import NonFiniteLoss, PeerLost, SettingsError
+from parallel_attn.errors import CheckpointError, NonFiniteLoss, PeerLost, SettingsError
 from parallel_attn.mesh import Mesh
 from parallel_attn.training import exits
 from parallel_attn.training.overrides import MULTIRUN_FLAGS, swept
@@ -85,9 +85,12 @@ class Sweep:
         self._say(f"sweep job {name}")
         OmegaConf.update(raw, "run_dir", str(run_dir))
         try:
-            pretrain(raw, name=name, restart=True, signals=signals)
+            pretrain(
+                raw, name=name, restart=True, signals=signals, overrides=list(hydra.overrides.task),
+                choices=dict(hydra.runtime.choices),
+            )  # fmt: skip
             self.finished += 1
-        except (SettingsError, NonFiniteLoss) as error:
+        except (SettingsError, NonFiniteLoss, CheckpointError) as error:
             if not self._all_failed(int(hydra.job.num)):
                 exits.leave_with_line(error, f"sweep job {name}, on this rank alone: ")
             self.failures.append((name, error))

@@ -83,7 +83,7 @@ def test_the_gate_is_on_the_heads_output():
 def test_settings_of_self_attention_become_their_cross_form():
     made = CrossAttention.config_from(GroupedQueryAttention, GroupedConfig(8, num_kv_heads=2, gate="headwise"))
     assert (made.num_kv_heads, made.gate, made.causal, made.rope.fraction) == (2, "headwise", False, 0.0)
-    with pytest.raises(SettingsError, match="k.window=4: cross attention has no order"):
+    with pytest.raises(SettingsError, match="k.window=4: CrossAttention has no order"):
         CrossAttention.config_from(GroupedQueryAttention, GroupedConfig(8, window=4), "k")
     with pytest.raises(SettingsError, match="k: MultiHeadLatentAttention has no cross form"):
         CrossAttention.config_from(MultiHeadLatentAttention, LatentConfig(8), "k")

@@ -86,7 +86,7 @@ def ours_on(config: dict, tensors: dict, tokens: Tensor, weights: Tensor, *, wor
     logits = passed(model, tokens, weights)
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     if world:
-        grads = assemble(grads, {name: shard for name, _, shard in sharded_parameters(model)})
+        grads = assemble(grads, {name: shard for name, _, shard in sharded_parameters(model)}, world_axis())
     return logits, dict(translation.to_theirs(grads))
 
 

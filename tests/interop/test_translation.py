@@ -135,7 +135,7 @@ def test_lengths_and_multipliers_of_yarn_as_transformers_takes_them():
         rope = from_hugging_face(config).architecture.attention.rope
         theirs = their_config(**copy.deepcopy(config))
         wanted, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs)
-        rotary = Rotary.of(V3["qk_rope_head_dim"], rope)
+        rotary = Rotary(V3["qk_rope_head_dim"], theta=rope.theta, style=rope.style, scaling=rope.scaling)
         torch.testing.assert_close(rotary.frequencies(torch.device("cpu")).float(), wanted)
         assert rope.scaling.cos_sin_factor == pytest.approx(factor)
         assert rotary.score_factor == pytest.approx(yarn_apply_mscale(theirs.rope_parameters, 1.0))

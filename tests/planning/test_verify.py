@@ -44,7 +44,7 @@ def refusal(capsys, *arguments: str) -> str:
         (["-m", "attention=mqa"], "unrecognized arguments: -m"),
         (["--dtype", "float16"], "--dtype float16 is not one of: float64, float32, bfloat16"),
         (["--dtype", "float64", "train.precision=bf16"], "train.precision=bf16 and --dtype float64 disagree"),
-        (["--part", "head"], "--part head is not one of: layer, model, both"),
+        (["--part", "head"], "--part head is not one of: layer, cross, model, all"),
         (["--mutate", "output_not_sumed"], "did you mean output_not_summed?"),
         (["--json", "/no/such/folder/a.json"], "--json /no/such/folder/a.json: there is no folder /no/such/folder"),
         (["--json", "/"], "--json / is a folder"),
@@ -180,3 +180,13 @@ def wait_for_family(pid: int, least: int) -> list[int]:
             return family
         time.sleep(0.2)
     raise AssertionError(f"only {family} after a minute")
+
+
+def test_cross_attention_has_a_certificate_of_its_own(capsys):
+    """Alone, and beside the self attention in an encoder-decoder; a memory whose gradient is not summed turns it red."""
+    assert verify.main(["attention=cross", "--part", "layer", "parallel.tensor=2", *TINY]) == 0
+    assert "memory (2, 24, " in capsys.readouterr().out
+    command = ["model=encoder_decoder", "--part", "cross", "parallel.tensor=2", *TINY[:1], "model.num_heads=4"]
+    assert verify.main([*command, "--mutate", "memory_gradient_not_summed"]) == 1
+    assert "input gradient of the cross" in capsys.readouterr().out
+    assert "this model has no cross attention" in refusal(capsys, "--part", "cross")

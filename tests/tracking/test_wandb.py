@@ -183,7 +183,8 @@ def test_online_without_a_network_ends_in_time_and_loses_nothing(tmp_path):
     processes = {}
     for end, last in ends.items():  # all at once: each waits, most of its time, for W&B to give up
         (tmp_path / end).mkdir()
-        code = "from parallel_attn.tracking import wandb_sink\nwandb_sink.INIT_SECONDS = 5  # in earnest 15\n"
+        # In earnest 15 and 22: here so short that it is soon over, and so long that a busy machine writes all records.
+        code = "from parallel_attn.tracking import wandb_sink\nwandb_sink.INIT_SECONDS, wandb_sink.FINISH_SECONDS = 5, 90\n"
         code += f"with track(mode='online') as run:\n    {_TRAIN}    print('trained', flush=True)\n{last}"
         processes[end] = start(tmp_path / end, code, key=FAKE_KEY, env=NO_NETWORK)
     try:

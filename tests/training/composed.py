@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from parallel_attn.training.overrides import config_dir
 
-QUIET = ("tracking.wandb.mode=disabled", "tracking.console=none")
+QUIET = ("tracking.wandb.mode=disabled", "tracking.console=none", "checkpoint.every=0")
 SMALL = (  # a model of ~30k parameters whose heads, KV heads, MLP width and vocabulary divide by little
     "model.hidden_size=32",
     "model.num_layers=2",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from parallel_attn.data import Batch
 from parallel_attn.errors import SettingsError
 from parallel_attn.mesh import Mesh
+from parallel_attn.nn import sharded_parameters
+from parallel_attn.sharding import ParameterShard
 from parallel_attn.training.optimizer import AdamW, AdamWConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+ReadState = Callable[[str, ParameterShard], Mapping[str, Tensor]]
+"""(full name, record) -> {"master", *MOMENTS}: this tensor rank's shard, on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Job:
     precision: str
     micro_batch_size: int
     accumulation: int
+    deterministic: bool = False
 
 
 class Engine(ABC):
@@ -64,6 +71,29 @@ class Engine(ABC):
     def gradient_buffers(self) -> list[Tensor]:
         """What holds this rank's gradients, where they are not under `.grad`."""
         return []
+
+    @abstractmethod
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """{"master", *MOMENTS} of one parameter by its full name: this tensor rank's shard, whole over the replicas, as
+        the optimizer keeps it. A collective over the data axis; to be read before the next step."""
+
+    @abstractmethod
+    def set_state_of(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """The reverse of `state_of`, after `begin_state`. Every replica passes the whole shard; no collective."""
+
+    @abstractmethod
+    def begin_state(self, updates: int) -> None:
+        """Makes room for moments, as after `updates` optimizer steps."""
+
+    def end_state(self) -> None:
+        """What follows a change of masters: the parameters that forward uses."""
+
+    def load(self, read: ReadState, updates: int) -> None:
+        """Puts a saved state in place of the initial one, before the first step."""
+        self.begin_state(updates)
+        for name, _, shard in list(sharded_parameters(self.module)):
+            self.set_state_of(name, read(name, shard))
+        self.end_state()
 
     def close(self) -> None:
         """Leaves nothing behind that a second engine in this process would stumble over."""

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -25,6 +25,7 @@ from parallel_attn.data import Batch
 from parallel_attn.errors import NonFiniteLoss, SettingsError
 from parallel_attn.mesh import Mesh, launcher_ranks
 from parallel_attn.nn import sharded_parameters
+from parallel_attn.training.engines import zero_state
 from parallel_attn.training.engines.base import Engine, Job, refuse
 from parallel_attn.training.optimizer import gradient_norm
 
@@ -149,6 +150,18 @@ class DeepSpeedEngine(Engine):
 
     def gradient_buffers(self) -> list[Tensor]:
         return [self.optimizer.grad_partitions_flat_buffer] if self.stage == 3 else []
+
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        return zero_state.get(self.optimizer, self.stage, self.module.get_parameter(name))
+
+    def begin_state(self, updates: int) -> None:
+        zero_state.begin(self.optimizer, self.stage, updates)
+
+    def set_state_of(self, name: str, state: Mapping[str, Tensor]) -> None:
+        zero_state.put(self.optimizer, self.stage, self.module.get_parameter(name), state, self.replicas)
+
+    def end_state(self) -> None:
+        zero_state.end(self.optimizer, self.stage)
 
     def close(self) -> None:
         import deepspeed

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from parallel_attn.data import Batch
 from parallel_attn.models import Block
-from parallel_attn.training.engines.base import Engine, Job, compute_dtypes, refuse
-from parallel_attn.training.optimizer import clip_gradients, gradient_norm
+from parallel_attn.training.engines.base import MOMENTS, Engine, Job, compute_dtypes, refuse
+from parallel_attn.training.engines.ordered import average_in_rank_order
+from parallel_attn.training.optimizer import clip_gradients, gradient_norm, local_part
 
 SHARDINGS = ("none", "full")
 
@@ -45,6 +47,8 @@ class TorchEngine(Engine):
             self.wrapped = nn.parallel.DistributedDataParallel(
                 module, process_group=self.replicas.group, gradient_as_bucket_view=True
             )
+            if job.deterministic and self.replicas.degree > 2:  # a sum of two has one order
+                self.wrapped.register_comm_hook(self.replicas, average_in_rank_order)
         self.optimizer = job.optimizer.build(module, job.optimizer_config)
 
     def _shard_fully(self, module: nn.Module) -> None:
@@ -89,3 +93,30 @@ class TorchEngine(Engine):
         self.optimizer.found_inf = (~(finite & norm.isfinite())).float()
         self.optimizer.step()
         return norm
+
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        parameter = self.module.get_parameter(name)
+        moments = self.optimizer.state.get(parameter, {})
+        state = {"master": parameter.detach()}
+        for kind in MOMENTS:
+            state[kind] = moments[kind] if kind in moments else torch.zeros_like(state["master"])
+        return {kind: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for kind, tensor in state.items()}
+
+    def begin_state(self, updates: int) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(float(updates), device=parameter.device),
+                    **{kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS},
+                }
+
+    @torch.no_grad()
+    def set_state_of(self, name: str, state: Mapping[str, Tensor]) -> None:
+        parameter = self.module.get_parameter(name)
+        moments = self.optimizer.state[parameter]
+        for kind, value in state.items():
+            target = local_part(parameter.detach() if kind == "master" else moments[kind])
+            if isinstance(parameter, DTensor):  # FSDP2 cuts dim 0 like torch.chunk; the last replicas may have none
+                parts = value.chunk(self.replicas.degree)
+                value = parts[self.replicas.rank] if self.replicas.rank < len(parts) else value[:0]
+            target.copy_(value)
