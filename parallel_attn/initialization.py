@@ -71,6 +71,7 @@ class Dropout:
         self, rate: float, seed: int, layer: str, step: int | Tensor, samples: Tensor, heads: tuple[int, int]
     ) -> None:
         self.rate = rate
+        samples = samples.to(torch.int64)  # in 32 bits the hash would be another one
         steps = samples.new_zeros(()) + step
         key = _mixed(steps * _GOLDEN + _digest(seed, f"dropout\0{layer}"))
         key = _mixed(key + samples * _GOLDEN).unsqueeze(1)

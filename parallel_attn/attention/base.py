@@ -7,6 +7,7 @@ sharded (by building them), its forward and its cache.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -67,6 +68,8 @@ class Attention(ShardedModule, ABC):
         self.hidden_size = hidden_size
         self.config = resolved_config(self, config, settings)
         check_settings(self)
+        if not 0 < norm_eps < math.inf:
+            raise SettingsError(f"norm_eps={norm_eps} must be positive and finite")
         self.output_scale, self.norm_eps = output_scale, norm_eps
         self.head_dim, self.v_head_dim = self.head_widths()
         for key, width in (("head_dim", self.head_dim), ("v_head_dim", self.v_head_dim)):

@@ -41,6 +41,8 @@ class CrossAttention(GroupedQueryAttention):
         self, hidden_size: int, config: CrossConfig | None = None, *, memory_size: int | None = None, **kwargs: Any
     ) -> None:
         self.memory_size = hidden_size if memory_size is None else memory_size
+        if type(self.memory_size) is not int or self.memory_size < 1:
+            raise SettingsError(f"memory_size={self.memory_size!r} must be a whole number, at least 1")
         super().__init__(hidden_size, config, **kwargs)
 
     @classmethod

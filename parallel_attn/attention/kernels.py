@@ -52,6 +52,12 @@ def attend(
     equal ids (the last S of them are the queries').
     """
     settings = {"scale": scale, "causal": causal, "sinks": sinks, "soft_cap": soft_cap, "dropout": dropout}
+    batch, keys = k.shape[:2]
+    rows = None if dropout is None else dropout.keys
+    wanted = {"key_padding_mask": (key_padding_mask, (batch, keys)), "document_ids": (document_ids, (batch, keys))}
+    for name, (given, shape) in (wanted | {"samples": (rows, (batch,))}).items():
+        if given is not None and given.shape[: len(shape)] != shape:  # broadcast, it would pass for something else
+            raise ValueError(f"{name} of shape {tuple(given.shape[: len(shape)])} with {batch} sequences of {keys} keys: needs {shape}")
     if 0 in q.shape[:2]:  # nobody asks: the blocks and the documents of the other paths are none at all
         return fused(q, k, v, scale=scale, sinks=sinks)
     if document_ids is not None:

@@ -24,7 +24,8 @@ def read_rope(
 
     fraction: what `partial_rotary_factor` is when it is not given, for the model types that read it; None for those
     that turn whole heads. whole_softmax: the model type also multiplies its softmax scale (DeepSeek), elsewhere
-    `mscale_all_dim` is read beside `mscale` only. Raises SettingsError for a rope type that is not built here and for keys that contradict.
+    `mscale_all_dim` is read beside `mscale` only. Raises SettingsError for a rope type that is not built here and for
+    keys that contradict.
     """
     found = merged(config)
     given = found.get("partial_rotary_factor")

@@ -27,6 +27,10 @@ class RopeConfig:
     scaling: Optional[RopeScaling] = None
 
     def __post_init__(self) -> None:
+        for key in ("theta", "fraction"):
+            value = getattr(self, key)
+            if type(value) not in (int, float):
+                raise SettingsError(f"attention.rope.{key}={value!r} must be a number")
         self.scaling = as_scaling(self.scaling)
 
 
@@ -105,6 +109,8 @@ class Rotary:
         if self.width == 0:
             return x
         if positions is not None:
+            if positions.shape[-1] != x.shape[1]:  # a single one would be broadcast
+                raise ValueError(f"positions of shape {tuple(positions.shape)} for {x.shape[1]} tokens: needs (S,) or (B, S)")
             cos, sin = self.tables(positions, x.dtype)
         elif type(x) is not Tensor:  # what a FakeTensor or another subclass makes is not kept for real calls
             cos, sin = self.tables(torch.arange(offset, offset + x.shape[1], device=x.device), x.dtype)

@@ -44,6 +44,11 @@ def test_a_part_of_the_heads_or_samples_or_queries_is_a_part_of_the_masks():
     assert torch.equal(part, whole[1:, :, slots][..., slots])
 
 
+def test_samples_of_32_bits_are_the_same_samples():
+    short, long = (Dropout(0.3, 0, "a", 3, torch.tensor([5, 9], dtype=kind), (0, 2)) for kind in (torch.int32, torch.int64))
+    assert torch.equal(short.keys, long.keys)
+
+
 def layer(**settings):
     return GroupedQueryAttention(16, num_heads=4, name="a", dtype=torch.float64, dropout=0.3, **settings)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parallel_attn import GroupedQueryAttention, SettingsError
+from parallel_attn import CrossAttention, GroupedQueryAttention, SettingsError
 from parallel_attn.planning.parity import set_parameters
 from tests.parity import world_axis
 from tests.world import run
@@ -54,6 +54,17 @@ def test_nothing_at_all_is_an_input(shape, settings, documents):
     y = module(x, samples=torch.arange(shape[0]), step=0, **given)
     y.sum().backward()
     assert y.shape == x.shape and x.grad.shape == x.shape and not module.q.weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [("samples", (1,)), ("document_ids", (2, 4)), ("document_ids", (3, 5)), ("key_padding_mask", (2, 1)), ("positions", (1,))],
+)
+def test_what_could_be_broadcast_or_cut_short_is_refused(name, shape):
+    given = {"samples": torch.arange(2), "step": 0}
+    given[name] = torch.zeros(shape, dtype=torch.bool if "mask" in name else torch.long)
+    with pytest.raises(ValueError, match=name):
+        layer(dropout=0.1)(torch.randn(2, 5, 24), **given)
 
 
 def test_a_dry_run_with_fake_tensors_leaves_nothing_behind():
@@ -132,6 +143,8 @@ def test_print_shows_the_sharding():
     [
         ({"rope": {"thetta": 1}}, "attention.rope has no .'thetta'."),
         ({"rope": None}, "attention.rope=None"),
+        ({"rope": {"fraction": "half"}}, "attention.rope.fraction='half' must be a number"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0 must be positive and finite"),
         ({"num_heads": 8.0}, "attention.num_heads=8.0 must be a whole number"),
         ({"rope": {"theta": float("nan")}}, "attention.rope.theta=nan"),
         ({"heads": 8}, "attention.heads is not a setting"),
@@ -140,5 +153,7 @@ def test_print_shows_the_sharding():
 def test_settings_of_the_wrong_kind(settings, message):
     with pytest.raises(SettingsError, match=message):
         layer(**settings)
+    with pytest.raises(SettingsError, match="memory_size=0 must be a whole number, at least 1"):
+        CrossAttention(24, num_heads=4, memory_size=0)
     with pytest.raises(SettingsError, match="config=8 is not a GroupedConfig"):
         GroupedQueryAttention(64, 8)
