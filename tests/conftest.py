@@ -32,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # The long ones first: of two workers none then waits for the other's last test.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if config.getoption("--all"):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

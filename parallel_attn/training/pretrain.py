@@ -205,7 +205,8 @@ def _train(prepared: Prepared, mesh: Mesh, run_dir: Path, signals: Signals) -> d
         announce(tracker, config, model, mesh, prepared.micro_batch, prepared.accumulation, train.num_samples)
         for note in tokenizer.notes():
             tracker.notice(note)
-        with closing(engine), Watchdog(mesh, config.train.hang_timeout) as watchdog:
+        # Innermost once more: whether a signal came before the loss of a peer is seen before anything is torn down.
+        with closing(engine), Watchdog(mesh, config.train.hang_timeout) as watchdog, signals.peers_expected():
             keeper = Checkpoints(
                 config, engine, mesh, tracker, run_dir, train=train, tokenizer=tokenizer,
                 data_fingerprint=fingerprint(tokens), choices=prepared.choices, tick=watchdog.tick,

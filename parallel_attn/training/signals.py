@@ -32,6 +32,7 @@ class Signals:
         """The first signal that came."""
         self._since = 0.0
         self._holders = 0
+        self._settled: PeerLost | None = None
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Signals:
@@ -80,8 +81,9 @@ class Signals:
                 yield
         except PeerLost as error:
             with self.held():
-                if self._comes_after_all():
+                if error is not self._settled and self._comes_after_all():
                     raise Interrupted(self.requested) from error
+                self._settled = error  # an outer one, reached after a teardown, must not look again
                 raise
 
     def _comes_after_all(self) -> bool:

@@ -43,7 +43,9 @@ def settings_of(case: dict) -> dict:
         settings["causal"] = case["causal"]
     if kind in LATENT:
         settings |= dict(kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=4 if rope_fraction else 0, v_head_dim=5)
-        settings |= dict(q_lora_rank=case["query_latent"], down_projection=case["down"])
+        settings["q_lora_rank"] = case["query_latent"]
+        if kind == "mla" or case["query_latent"]:
+            settings["down_projection"] = case["down"]
         settings |= dict(latent_norm=case["norm"] != "none", rope={"style": rope_style})
         return settings
     settings["head_dim"], v_head_dim = case["widths"]

@@ -76,7 +76,7 @@ def test_what_a_run_says_at_its_start():
     [
         (["model.cross_attention.window=4"], "model.cross_attention.window=4"),
         (["attention@model.cross_attention=gqa", "model.cross_attention.window=4"], "model.cross_attention.window=4"),
-        (["attention@model.cross_attention=mla"], "model.cross_attention: MultiHeadLatentAttention has no cross form; choose one of: cross, mha"),
+        (["attention@model.cross_attention=mla"], "model.cross_attention: MultiHeadLatentAttention has no cross form; choose cross or a grouped-query type"),
         (["model.cross_attention.num_kv_heads=4"], "model.cross_attention.num_kv_heads=4 does not divide model.cross_attention.num_heads=6"),
         (["model.cross_attention.head_dim=null"], "model.cross_attention.num_heads=6 does not divide model.hidden_size=32: set model.cross_attention.head_dim"),
         (["model.cross_attention=gqa"], "choose one with attention@model.cross_attention=CHOICE"),
