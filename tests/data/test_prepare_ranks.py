@@ -79,7 +79,7 @@ def test_a_killed_builder_leaves_nothing_that_counts(file, cache):
 
 def test_others_wait_for_the_builder(file, cache, monkeypatch):
     """Longer than they would wait without a sign of life, and without a collective."""
-    monkeypatch.setattr(prepare_module, "TAKEOVER_SECONDS", 1.5)
+    monkeypatch.setattr(prepare_module, "TAKEOVER_SECONDS", 5.0)
     monkeypatch.setattr(prepare_module, "SIGN_SECONDS", 0.05)
     monkeypatch.setattr(prepare_module, "REPORT_SECONDS", 0.3)
     file.write_bytes(TEXT * 1500)  # three pieces
@@ -91,7 +91,7 @@ def test_others_wait_for_the_builder(file, cache, monkeypatch):
             return super().pieces(chunks)
 
         def encode_piece(self, piece):
-            time.sleep(0.8)
+            time.sleep(2.0)
             return super().encode_piece(piece)
 
     answers = {}

@@ -83,6 +83,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_one_rank_that_fails_alone_ends_the_sweep_and_the_same_command_goes_on(tmp_path):
     script = tmp_path / "dying.py"
     script.write_text(DYING)
