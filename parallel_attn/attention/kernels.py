@@ -57,7 +57,8 @@ def attend(
     wanted = {"key_padding_mask": (key_padding_mask, (batch, keys)), "document_ids": (document_ids, (batch, keys))}
     for name, (given, shape) in (wanted | {"samples": (rows, (batch,))}).items():
         if given is not None and given.shape[: len(shape)] != shape:  # broadcast, it would pass for something else
-            raise ValueError(f"{name} of shape {tuple(given.shape[: len(shape)])} with {batch} sequences of {keys} keys: needs {shape}")
+            got = tuple(given.shape[: len(shape)])
+            raise ValueError(f"{name} of shape {got} with {batch} sequences of {keys} keys: needs {shape}")
     if 0 in q.shape[:2]:  # nobody asks: the blocks and the documents of the other paths are none at all
         return fused(q, k, v, scale=scale, sinks=sinks)
     if document_ids is not None:

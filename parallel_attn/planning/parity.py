@@ -166,6 +166,7 @@ def compare(
     inputs: Sequence[Tensor],
     *,
     steps: int = 3,
+    rate: float = RATE,
     seed: int = 0,
     mutation: AbstractContextManager | None = None,
 ) -> Parity:
@@ -175,6 +176,7 @@ def compare(
     build: makes the module on an axis, with names (and so initial values) of its own, not a construction number
     forward: (module, inputs) -> a scalar loss, or an output that a random projection makes one
     inputs: the same on every rank; the floating ones get gradients
+    rate: learning rate of the steps; a small one keeps the rounding of one step out of the next
     mutation: a deliberate mistake, entered around everything that the sharded module does
 
     The second step accumulates the gradients of two passes.
@@ -193,7 +195,7 @@ def compare(
     _compare_parameters(found, INITIAL, sharded, reference, shards, axis)
     for module in both:
         set_parameters(module, seed)
-    optimizers = [torch.optim.SGD(module.parameters(), lr=RATE, momentum=MOMENTUM) for module in both]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=rate, momentum=MOMENTUM) for module in both]
     for step in range(steps):
         passes = 2 if step == 1 else 1
         with mutation:

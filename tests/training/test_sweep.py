@@ -56,12 +56,16 @@ def test_a_plain_sweep_and_engines_in_one_process_that_is_not_run_again_nor_mixe
 
 
 def test_a_job_that_fails_on_all_ranks_is_named_and_the_others_run(tmp_path):
-    result = torchrun(2, "-m", *FEW, OFF, "attention.num_kv_heads=1,4,2", "parallel.tensor=2", cwd=tmp_path)
+    command = ("-m", *FEW, OFF, "attention.num_kv_heads=1,4,2", "parallel.tensor=2")
+    result = torchrun(2, *command, cwd=tmp_path)
     assert result.returncode != 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.endswith("-sweep") and sorted(jobs(folder)) == ["0-num_kv_heads=1", "2-num_kv_heads=2"]
     assert "error: sweep job 1-num_kv_heads=4 failed: attention.num_kv_heads=4 does not divide" in result.stderr
     assert "2 of 3 jobs finished" in result.stdout
+    again = torchrun(2, *command, cwd=tmp_path)  # the same command goes on in the same folder
+    assert again.returncode != 0 and again.stdout.count("finished before") == 2
+    assert list((tmp_path / "runs").iterdir()) == [folder]
 
 
 DYING = """
@@ -83,7 +87,7 @@ main()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_rank_that_fails_alone_ends_the_sweep_and_the_same_command_goes_on(tmp_path):
     script = tmp_path / "dying.py"
     script.write_text(DYING)
@@ -106,7 +110,7 @@ def test_one_rank_that_fails_alone_ends_the_sweep_and_the_same_command_goes_on(t
 @pytest.mark.parametrize(
     "overrides, wanted",
     [
-        (["attention=mha,nope"], "attention=nope is not one of: "),
+        (["attention=mha,nope"], "attention=nope is not one of: cross, gated_gqa, gla, gqa, gta, mha, mla, mqa, qwen3_5"),
         (["train.sed=1,2"], "train.sed is not a key; did you mean train.seed?"),
         (["run_dir=a,b"], "run_dir cannot be swept"),
     ],
