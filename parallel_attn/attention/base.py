@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from parallel_attn.attention.caches import Cache, elements
 from parallel_attn.attention.config import AttentionConfig, check_settings, resolved_config
+from parallel_attn.attention.given import Given, without_padding
 from parallel_attn.attention.kernels import attend
 from parallel_attn.collectives import gather
 from parallel_attn.errors import SettingsError
@@ -148,22 +150,11 @@ class Attention(ShardedModule, ABC):
         only: copies, as of an MQA's key."""
         return self.column("k_rope", 1, ((0, 1),) * self.tensor_axis.degree, width, bias=bias)
 
-    def with_rope_key(self, nope: Tensor, rope_key: Tensor, positions: Tensor | None) -> Tensor:
-        """Keys without positions (B, T, K_local, N) and the shared rope key (B, T, R) -> (B, T, K_local, N + R)."""
-        turned = self.rotary(rope_key.unsqueeze(2), positions)
-        return torch.cat([nope, turned.expand(*nope.shape[:3], -1)], dim=-1)
+    def turned_rope_key(self, rope_key: Tensor, given: Given) -> Tensor:
+        """The shared rope key (B, S, R), turned."""
+        return self.rotary(rope_key.unsqueeze(2), given.positions).squeeze(2)
 
-    def core(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        key_padding_mask: Tensor | None,
-        document_ids: Tensor | None,
-        samples: Tensor | None,
-        step: int | Tensor | None,
-    ) -> Tensor:
+    def core(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
         """q (B, S, H_local, E), k (B, T, K_local, E), v (B, T, K_local, Ev) -> (B, S, H_local, Ev)."""
         config = self.config
         return attend(
@@ -175,9 +166,9 @@ class Attention(ShardedModule, ABC):
             window=config.window,
             sinks=self.sinks if config.sinks else None,
             soft_cap=config.soft_cap,
-            dropout=self.dropout(samples, step),
-            key_padding_mask=key_padding_mask,
-            document_ids=document_ids,
+            dropout=self.dropout(given.samples, given.step),
+            key_padding_mask=given.key_padding_mask,
+            document_ids=given.document_ids,
         )
 
     def dropout(self, samples: Tensor | None, step: int | Tensor | None) -> Dropout | None:
@@ -206,9 +197,6 @@ class Attention(ShardedModule, ABC):
     def output_width(self) -> int:
         return self.hidden_size if self.o is not None else self.config.num_heads * self.v_head_dim
 
-    # ---- what a type declares --------------------------------------------------------------------------------------
-
-    @abstractmethod
     def forward(
         self,
         x: Tensor,
@@ -218,17 +206,55 @@ class Attention(ShardedModule, ABC):
         document_ids: Tensor | None = None,
         samples: Tensor | None = None,
         step: int | Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """x (B, S, D) -> (B, S, D).
 
-        positions (S,) or (B, S): default 0..S-1. key_padding_mask (B, S) bool, True where a token is real: what padded
-        slots hold, even a NaN, reaches no other slot and no gradient. document_ids (B, S): attention stays inside equal ids.
+        positions (S,) or (B, S): default 0..S-1, with a cache those after the tokens in it. key_padding_mask (B, S) bool,
+        True where a token is real: what padded slots hold, even a NaN, reaches no other slot and no gradient. document_ids
+        (B, S): attention stays inside equal ids.
         samples (B,) int64, step: index of each sample in the run and the optimizer step, for dropout in training.
+        cache: of `new_cache`; it takes these tokens, which see all that are in it. Padding belongs to the left of a row.
+
+        Raises ValueError for dropout without samples and step, and for a cache that is full, or of another layer or batch.
         """
+        given = Given(positions, key_padding_mask, document_ids, samples, step, cache)
+        if cache is not None:
+            self.prepare(cache, x, given)
+        return self.mix(without_padding(x, key_padding_mask), given)
+
+    def prepare(self, cache: Cache, x: Tensor, given: Given) -> None:
+        """Checks that `cache` can take x, and gives the positions."""
+        if not self.config.causal:
+            raise ValueError("attention.causal=false: with a cache no token could see those after it")
+        if given.document_ids is not None:
+            raise ValueError("document_ids with a cache: one document is generated at a time, leave them out")
+        cache.check(self.cache_shapes(), self.config.window, x.shape[0], x.shape[1])
+        if given.positions is None:
+            given.positions = cache.span(x.shape[1], given.key_padding_mask)
+
+    def new_cache(
+        self, batch: int, slots: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Cache:
+        """An empty cache for `batch` rows of up to `slots` tokens, by default with device and dtype of the weights."""
+        like = next(self.parameters())
+        given = {"device": device or like.device, "dtype": dtype or like.dtype}
+        return Cache(self.cache_shapes(), batch, slots, window=self.config.window, **given)
+
+    # ---- what a type declares --------------------------------------------------------------------------------------
 
     @abstractmethod
+    def mix(self, x: Tensor, given: Given) -> Tensor:
+        """The forward of a type: x (B, S, D), padded slots zeroed -> (B, S, D). Keys and values, or what they are made of,
+        go through `given.seen`, then with the queries to `core`."""
+
+    @abstractmethod
+    def cache_shapes(self, rank: int | None = None) -> dict[str, tuple[int, ...]]:
+        """What tensor rank `rank` (default: this one) caches of a token: (heads, width), or (width,), by name."""
+
     def cache_elements_per_token(self, rank: int | None = None) -> int:
         """Elements that tensor rank `rank` (default: this one) caches per token in generation."""
+        return elements(self.cache_shapes(rank))
 
     def core_flops_per_token(self, context: int) -> int:
         """Forward FLOPs (2 per multiply-add) of scores and weighted sum for one query over `context` keys, all heads."""
@@ -245,8 +271,3 @@ class Attention(ShardedModule, ABC):
         """How many KV heads (latents, tied heads) tensor rank `rank` (default: this one) holds."""
         start, stop = self.plan.kv_heads[self.tensor_axis.rank if rank is None else rank]
         return stop - start
-
-
-def without_padding(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """x (B, S, D) with padded slots zeroed: they cannot leak through 0 * NaN, neither forward nor into a weight gradient."""
-    return x if key_padding_mask is None else x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel_attn.attention.base import without_padding
+from parallel_attn.attention.caches import Cache
 from parallel_attn.attention.config import AttentionConfig, refuse_touched
+from parallel_attn.attention.given import Given, without_padding
 from parallel_attn.attention.grouped import GroupedConfig, GroupedQueryAttention
 from parallel_attn.errors import SettingsError
 from parallel_attn.nn.linear import ColumnParallelLinear, column_parallel
@@ -70,20 +71,33 @@ class CrossAttention(GroupedQueryAttention):
     def forward(
         self,
         x: Tensor,
-        memory: Tensor,
+        memory: Tensor | None,
         *,
         key_padding_mask: Tensor | None = None,
         samples: Tensor | None = None,
         step: int | Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """x (B, S, D), memory (B, T, M), both replicated -> (B, S, D).
 
         key_padding_mask (B, T) bool, True where an encoder token is real: what the others hold reaches nothing, their
-        gradient is zero. samples, step: as in Attention.forward.
+        gradient is zero. samples, step: as in Attention.forward. cache: of `new_cache(B, T)`; an empty one takes the keys
+        and values of memory and mask, with a filled one both are left out (None): they are computed once.
+
+        Raises ValueError for a cache of another layer or batch, and for neither or both of memory and a filled cache.
         """
-        memory = without_padding(memory, key_padding_mask)
+        given = Given(None, key_padding_mask, None, samples, step, cache)
+        filled = cache is not None and cache.length > 0
+        if filled != (memory is None):
+            raise ValueError("cross attention reads memory, or a cache that was filled with it: give one of them")
+        if cache is not None:
+            cache.check(self.cache_shapes(), self.config.window, x.shape[0], 0 if filled else memory.shape[1])
         q, *gate = column_parallel(x, [self.q, *self.gates])
-        k, v = column_parallel(memory, self.memory_readers)
-        q, k, v = self.heads(q, k, v)
-        masks = {"key_padding_mask": key_padding_mask, "document_ids": None}
-        return self.output(self.core(q, k, v, **masks, samples=samples, step=step), *gate or [None])
+        if filled:
+            (k, v), given.key_padding_mask = cache.contents()
+            q, _ = self.normalized(q.unflatten(-1, (-1, self.head_dim)), None)
+        else:
+            k, v = column_parallel(without_padding(memory, key_padding_mask), self.memory_readers)
+            q, k, v = self.heads(q, k, v)
+            k, v = given.seen(k=k, v=v)
+        return self.output(self.core(q, k, v, given), *gate or [None])

@@ -12,8 +12,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from parallel_attn.attention.base import Attention, without_padding
+from parallel_attn.attention.base import Attention
 from parallel_attn.attention.config import AttentionConfig
+from parallel_attn.attention.given import Given
 from parallel_attn.collectives import copy, reduce
 from parallel_attn.nn.linear import column_parallel
 from parallel_attn.nn.norm import HeadGain, RMSNorm, at_least_float32
@@ -71,47 +72,35 @@ class GroupedQueryAttention(Attention):
                 for name, heads, ranges in (("q_norm", config.num_heads, query), ("k_norm", kv_heads, kv))
             )
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        positions: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        samples: Tensor | None = None,
-        step: int | Tensor | None = None,
-    ) -> Tensor:
-        x = without_padding(x, key_padding_mask)
+    def mix(self, x: Tensor, given: Given) -> Tensor:
         q, k, v, *gate = column_parallel(x, [self.q, self.k, self.v, *self.gates])
         q, k, v = self.heads(q, k, v)
-        q, k = self.rotary(q, positions), self.rotary(k, positions)
-        masks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids}
-        return self.output(self.core(q, k, v, **masks, samples=samples, step=step), *gate or [None])
+        k, v = given.seen(k=self.rotary(k, given.positions), v=v)
+        return self.output(self.core(self.rotary(q, given.positions), k, v, given), *gate or [None])
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, S, H_local E), (B, T, K_local E), (B, T, K_local Ev) -> by head, q and k normed."""
         q, k = self.normalized(q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim)))
         return q, k, v.unflatten(-1, (-1, self.v_head_dim))
 
-    def normalized(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, S, H_local, E), k (B, T, K_local, E) after the q/k norms, if any."""
+    def normalized(self, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """q (B, S, H_local, E), k (B, T, K_local, E) or None after the q/k norms, if any."""
         if self.config.qk_norm == "none":
             return q, k
         if self.config.qk_norm == "head":
-            return self.q_norm(q), self.k_norm(k)
-        wide_q, wide_k = at_least_float32(q), at_least_float32(k)
+            return self.q_norm(q), None if k is None else self.k_norm(k)
         # One sum over the axis for both statistics. A KV head on several ranks is counted by its first holder only.
-        owned = float(self.plan.owns_kv(self.tensor_axis.rank))
-        squares = torch.cat([wide_q.square().sum((-2, -1)), wide_k.square().sum((-2, -1)) * owned], dim=1)
+        parts = [(at_least_float32(q), self.q_norm, 1.0)]
+        if k is not None:
+            parts.append((at_least_float32(k), self.k_norm, float(self.plan.owns_kv(self.tensor_axis.rank))))
+        squares = torch.cat([wide.square().sum((-2, -1)) * owned for wide, _, owned in parts], dim=1)
         # reduce: the sum is owed; copy: what comes back from each rank's own heads is owed a sum too.
         squares = copy(reduce(squares, self.tensor_axis), self.tensor_axis)
-        normed = []
-        for wide, gain, total in zip(
-            (wide_q, wide_k), (self.q_norm, self.k_norm), squares.split([q.shape[1], k.shape[1]], 1)
-        ):
+        normed: list[Tensor | None] = []
+        for (wide, gain, _), total in zip(parts, squares.split([wide.shape[1] for wide, _, _ in parts], 1)):
             inverse = (total / gain.full_width + self.norm_eps).rsqrt().unsqueeze(-1).unsqueeze(-1)
             normed.append((wide * inverse * gain(wide.dtype)).to(q.dtype))
-        return normed[0], normed[1]
+        return normed[0], normed[1] if k is not None else None
 
-    def cache_elements_per_token(self, rank: int | None = None) -> int:
-        return self.shared_heads(rank) * (self.head_dim + self.v_head_dim)
+    def cache_shapes(self, rank: int | None = None) -> dict[str, tuple[int, ...]]:
+        return {"k": (self.shared_heads(rank), self.head_dim), "v": (self.shared_heads(rank), self.v_head_dim)}

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel_attn.attention.base import without_padding
 from parallel_attn.attention.config import refuse_touched
+from parallel_attn.attention.given import Given, with_rope_key
 from parallel_attn.attention.latent import LatentAttention, LatentConfig
 from parallel_attn.nn.linear import HeadLinear, column_parallel
 from parallel_attn.nn.norm import HeadGain, at_least_float32, rms_norm
@@ -59,29 +59,25 @@ class GroupedLatentAttention(LatentAttention):
         )
         self.build_output()
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        positions: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        samples: Tensor | None = None,
-        step: int | Tensor | None = None,
-    ) -> Tensor:
-        x = without_padding(x, key_padding_mask)
+    def mix(self, x: Tensor, given: Given) -> Tensor:
         direct = self.q_latent_dim is None
         by_heads = [self.kv_a] + ([self.k_rope] if self.rope_dim else []) + ([self.q] if direct else []) + self.gates
         q_latent, (latents, *rest) = self.project(x, [] if direct else [self.q_a], by_heads)
-        rope_key = rest.pop(0) if self.rope_dim else None
+        rope_key = [rest.pop(0)] if self.rope_dim else []
         if direct:
             q = rest.pop(0)
         else:
             q_latent = [self.q_a_norm(part) for part in q_latent] if self.config.latent_norm else q_latent
             (q,) = column_parallel(*self.head_local(q_latent), [self.q_b], summed=False)
-        kv = self.kv_b(self.normed(latents.unflatten(-1, (-1, self.latent_dim))))
-        given = {"key_padding_mask": key_padding_mask, "document_ids": document_ids, "samples": samples, "step": step}
-        return self.attended(self.queries(q, positions), kv, rope_key, positions, *rest or [None], **given)
+        q, rope_key = self.queries(q, given), [self.turned_rope_key(part, given) for part in rope_key]
+        latents = self.normed(latents.unflatten(-1, (-1, self.latent_dim)))
+        decoding = given.decoding(x.shape[1])
+        if given.cache is not None:
+            seen, *seen_key = given.seen(latents=latents, **({"rope_key": rope_key[0]} if rope_key else {}))
+        if decoding:
+            seen = with_rope_key(seen, *seen_key) if seen_key else seen
+            return self.output(self.absorbed(q, seen, given), *rest or [None])
+        return self.output(self.expanded(q, self.kv_b(latents), rope_key, given), *rest or [None])
 
     def normed(self, latents: Tensor) -> Tensor:
         """(B, S, n_local, C) after the latent norms, if any."""
@@ -91,5 +87,6 @@ class GroupedLatentAttention(LatentAttention):
         ones = wide.new_ones(self.latent_dim)
         return (rms_norm(wide, ones, self.config.latent_norm_eps) * self.kv_a_norm(wide.dtype)).to(latents.dtype)
 
-    def cache_elements_per_token(self, rank: int | None = None) -> int:
-        return self.shared_heads(rank) * self.latent_dim + self.rope_dim
+    def cache_shapes(self, rank: int | None = None) -> dict[str, tuple[int, ...]]:
+        rope_key = {"rope_key": (self.rope_dim,)} if self.rope_dim else {}
+        return {"latents": (self.shared_heads(rank), self.latent_dim)} | rope_key

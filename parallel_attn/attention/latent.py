@@ -14,8 +14,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from parallel_attn.attention.base import Attention, without_padding
+from parallel_attn.attention.base import Attention
 from parallel_attn.attention.config import AttentionConfig, check_choice, refuse_touched
+from parallel_attn.attention.given import Given, with_rope_key
 from parallel_attn.collectives import all_gather_packed, copy
 from parallel_attn.errors import SettingsError
 from parallel_attn.nn.linear import ColumnParallelLinear, ReplicatedLinear, column_parallel
@@ -140,18 +141,32 @@ class LatentAttention(Attention):
         packed = copy(torch.cat(latents, dim=-1), self.tensor_axis)
         return list(packed.split([latent.shape[-1] for latent in latents], dim=-1))
 
-    def queries(self, projected: Tensor, positions: Tensor | None) -> Tensor:
+    def queries(self, projected: Tensor, given: Given) -> Tensor:
         """(B, S, H_local (N + R)) -> (B, S, H_local, N + R), the rope part turned."""
         q = projected.unflatten(-1, (-1, self.head_dim))
         nope, rope = q.split([self.nope_dim, self.rope_dim], dim=-1)
-        return torch.cat([nope, self.rotary(rope, positions)], dim=-1)
+        return torch.cat([nope, self.rotary(rope, given.positions)], dim=-1)
 
-    def attended(self, q: Tensor, nope_and_value: Tensor, rope_key: Tensor | None, positions, gate, **given) -> Tensor:
-        """q (B, S, H_local, N + R), keys and values by head (B, S, H_local, N + Ev), rope key (B, S, R) -> (B, S, D)."""
+    def expanded(self, q: Tensor, nope_and_value: Tensor, rope_key: list[Tensor], given: Given) -> Tensor:
+        """q (B, S, H_local, N + R), keys and values by head (B, S, H_local, N + Ev), [turned rope key (B, S, R)] or []
+        -> (B, S, H_local, Ev)."""
         k, v = nope_and_value.split([self.nope_dim, self.v_head_dim], dim=-1)
-        if rope_key is not None:
-            k = self.with_rope_key(k, rope_key, positions)
-        return self.output(self.core(q, k, v, **given), gate)
+        return self.core(q, with_rope_key(k, *rope_key) if rope_key else k, v, given)
+
+    def absorbed(self, q: Tensor, latents: Tensor, given: Given) -> Tensor:
+        """The same out of what is cached, without keys or values by head (DeepSeek-V2, section 2.1.2): the up projection
+        of the keys goes into the queries, that of the values behind the sum.
+
+        q (B, S, H_local, N + R), latents with the turned rope key (B, T, n_local, C + R) -> (B, S, H_local, Ev).
+        """
+        groups = (latents.shape[2], -1)
+        up = self.kv_b.weight.to(q.dtype).unflatten(0, (*groups, self.nope_dim + self.v_head_dim))
+        to_key, to_value = up.split([self.nope_dim, self.v_head_dim], dim=2)
+        nope, rope = q.unflatten(2, groups).split([self.nope_dim, self.rope_dim], dim=-1)
+        q = torch.cat([torch.einsum("bsngd,ngdc->bsngc", nope, to_key), rope], dim=-1).flatten(2, 3)
+        # Latent and rope key serve as the values, too, so that nothing is copied; the rope's part of the sum is dropped.
+        summed = self.core(q, latents, latents, given)[..., : self.latent_dim].unflatten(2, groups)
+        return torch.einsum("bsngc,ngvc->bsngv", summed, to_value).flatten(2, 3)
 
 
 class MultiHeadLatentAttention(LatentAttention):
@@ -185,17 +200,7 @@ class MultiHeadLatentAttention(LatentAttention):
         )
         self.build_output()
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        positions: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        samples: Tensor | None = None,
-        step: int | Tensor | None = None,
-    ) -> Tensor:
-        x = without_padding(x, key_padding_mask)
+    def mix(self, x: Tensor, given: Given) -> Tensor:
         direct = self.q_latent_dim is None
         down = [self.kv_a] if direct else [self.kv_a, self.q_a]
         (kv, *q_latent), by_heads = self.project(x, down, ([self.q] if direct else []) + self.gates)
@@ -207,10 +212,15 @@ class MultiHeadLatentAttention(LatentAttention):
             q = by_heads.pop(0)
         else:
             (q,) = column_parallel(rest.pop(0), [self.q_b], summed=False)
+        q, rope_key = self.queries(q, given), [self.turned_rope_key(part, given) for part in rest]
+        decoding = given.decoding(x.shape[1])
+        if given.cache is not None:
+            (seen,) = given.seen(latent=torch.cat([latent, *rope_key], dim=-1))
+        if decoding:
+            return self.output(self.absorbed(q, seen.unsqueeze(2), given), *by_heads or [None])
         (kv,) = column_parallel(latent, [self.kv_b], summed=False)
         kv = kv.unflatten(-1, (-1, self.nope_dim + self.v_head_dim))
-        given = {"key_padding_mask": key_padding_mask, "document_ids": document_ids, "samples": samples, "step": step}
-        return self.attended(self.queries(q, positions), kv, *rest or [None], positions, *by_heads or [None], **given)
+        return self.output(self.expanded(q, kv, rope_key, given), *by_heads or [None])
 
-    def cache_elements_per_token(self, rank: int | None = None) -> int:
-        return self.latent_dim + self.rope_dim
+    def cache_shapes(self, rank: int | None = None) -> dict[str, tuple[int, ...]]:
+        return {"latent": (self.latent_dim + self.rope_dim,)}

@@ -11,8 +11,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from parallel_attn.attention.base import Attention, without_padding
+from parallel_attn.attention.base import Attention
 from parallel_attn.attention.config import AttentionConfig
+from parallel_attn.attention.given import Given, with_rope_key
 from parallel_attn.attention.grouped import default_kv_heads
 from parallel_attn.errors import SettingsError
 from parallel_attn.nn.linear import column_parallel
@@ -61,27 +62,19 @@ class GroupedTiedAttention(Attention):
             self.k_rope = self.shared_rope_key(self.rope_dim, bias=bias)
         self.build_output(gate_bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        positions: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        samples: Tensor | None = None,
-        step: int | Tensor | None = None,
-    ) -> Tensor:
-        x = without_padding(x, key_padding_mask)
+    def mix(self, x: Tensor, given: Given) -> Tensor:
         roped = [self.k_rope] if self.rope_dim else []
         q, tied, *rest = column_parallel(x, [self.q, self.kv, *roped, *self.gates])
         q, tied = q.unflatten(-1, (-1, self.head_dim)), tied.unflatten(-1, (-1, self.head_dim))
-        k = tied
-        if self.rope_dim:
-            nope = self.head_dim - self.rope_dim
-            k = self.with_rope_key(tied[..., :nope], rest.pop(0), positions)
-            q = torch.cat([q[..., :nope], self.rotary(q[..., nope:], positions)], dim=-1)
-        masks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids}
-        return self.output(self.core(q, k, tied, **masks, samples=samples, step=step), *rest or [None])
+        if not self.rope_dim:
+            (tied,) = given.seen(tied=tied)
+            return self.output(self.core(q, tied, tied, given), *rest or [None])
+        nope = self.head_dim - self.rope_dim
+        q = torch.cat([q[..., :nope], self.rotary(q[..., nope:], given.positions)], dim=-1)
+        tied, rope_key = given.seen(tied=tied, rope_key=self.turned_rope_key(rest.pop(0), given))
+        k = with_rope_key(tied[..., :nope], rope_key)
+        return self.output(self.core(q, k, tied, given), *rest or [None])
 
-    def cache_elements_per_token(self, rank: int | None = None) -> int:
-        return self.shared_heads(rank) * self.head_dim + self.rope_dim
+    def cache_shapes(self, rank: int | None = None) -> dict[str, tuple[int, ...]]:
+        rope_key = {"rope_key": (self.rope_dim,)} if self.rope_dim else {}
+        return {"tied": (self.shared_heads(rank), self.head_dim)} | rope_key

@@ -17,6 +17,7 @@ from parallel_attn.collectives import gather
 from parallel_attn.errors import SettingsError
 from parallel_attn.mesh import AxisGroup
 from parallel_attn.models.blocks import Block
+from parallel_attn.models.cache import ModelCache
 from parallel_attn.models.config import ModelConfig
 from parallel_attn.nn import Placement, RMSNorm, ShardedModule, VocabParallelEmbedding
 from parallel_attn.nn import output_head, vocab_parallel_cross_entropy
@@ -89,7 +90,7 @@ class LanguageModel(ShardedModule, ABC):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> Tensor:
-        """tokens (B, S), targets (B, S) -> the *sum* of the losses in nats; without targets the logits.
+        """tokens (B, S), targets (B, S) -> the *sum* of the losses in nats; without targets the logits (B, S, V).
 
         document_ids, samples, step: as in Attention.forward (the last two for dropout). Targets of -100 count nothing.
         The sum divided by the number of valid targets is the mean; a sum can be split over micro batches and replicas
@@ -102,12 +103,23 @@ class LanguageModel(ShardedModule, ABC):
         return x if self.compute_dtype is None else x.to(self.compute_dtype)
 
     def decoded(
-        self, tokens: Tensor, targets: Tensor | None, given: dict[str, Any], *, label_smoothing: float, z_loss: float
+        self,
+        tokens: Tensor,
+        targets: Tensor | None,
+        given: dict[str, Any],
+        *,
+        label_smoothing: float,
+        z_loss: float,
+        cache: ModelCache | None,
+        last: bool,
     ) -> Tensor:
-        """Embedding, blocks (which take `given`), norm and head: logits (B, S, V), or with targets the summed loss."""
+        """Embedding, blocks (which take `given`, and each its part of `cache`), norm and head: logits (B, S, V), those of
+        the last token only (B, 1, V) where `last`, or with targets the summed loss."""
         x = self.embedded(self.embedding, tokens)
-        for layer in self.layers:
-            x = layer(x, **given)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, **given) if cache is None else layer(x, cache=cache.layers[i], **given)
+        if last:
+            x = x[:, -1:]
         logits = self.head(self.norm(x))
         if targets is None:
             return gather(logits, self.tensor_axis, -1, self.embedding.ranges)
@@ -120,6 +132,42 @@ class LanguageModel(ShardedModule, ABC):
             z_loss=z_loss,
         )
         return losses.sum()
+
+    # ---- generation -----------------------------------------------------------------------------------------------
+
+    def new_cache(self, batch: int, slots: int, **context: int) -> ModelCache:
+        """An empty cache for `batch` rows of up to `slots` tokens, in the compute dtype; context: of blocks that have one."""
+        weight = self.embedding.weight
+        like = {"device": weight.device, "dtype": self.compute_dtype or weight.dtype}
+        return ModelCache([layer.new_cache(batch, slots, **context, **like) for layer in self.layers])
+
+    @abstractmethod
+    def prefill(
+        self, tokens: Tensor, *, slots: int, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, ModelCache]:
+        """Reads prompts: tokens (B, P) -> logits of the last token of each (B, V), whole on every rank, and a cache that
+        holds them, with room for `slots` tokens in all.
+
+        key_padding_mask (B, P) bool, False where a row is filled up, on its left. Raises SettingsError for a prompt that
+        the model cannot take, ValueError for more tokens than slots.
+        """
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, cache: ModelCache) -> Tensor:
+        """The next tokens (B, S) of all rows -> logits of each (B, S, V), whole on every rank; `cache` takes them.
+
+        Raises ValueError when the cache is full, and for another batch.
+        """
+        return self(tokens, cache=cache)
+
+    def most_tokens(self, prompt: int, seq_len: int) -> int:
+        """How many tokens a prompt of that many tokens and its continuation can have, for a model of `seq_len` tokens.
+
+        Raises SettingsError for a prompt that the model cannot take.
+        """
+        if prompt < 1:
+            raise SettingsError("prompt: it has no token, a model needs one to go on from")
+        return seq_len
 
     # ---- what it declares -----------------------------------------------------------------------------------------
 

@@ -5,11 +5,11 @@ An engine that shards or recomputes by block looks for `Block`: every kind of bl
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from parallel_attn.attention import Attention, AttentionConfig, CrossAttention, CrossConfig
+from parallel_attn.attention import Attention, AttentionConfig, Cache, CrossAttention, CrossConfig
 from parallel_attn.errors import SettingsError, keys_renamed
 from parallel_attn.models.config import ModelConfig
 from parallel_attn.nn import Placement, RMSNorm, ShardedModule, SwiGLU
@@ -60,8 +60,12 @@ class Block(ShardedModule):
             )
         return layer
 
-    def forward(self, x: Tensor, **given: Tensor | int | None) -> Tensor:
-        """given: key_padding_mask, document_ids, samples, step: see Attention.forward."""
+    def new_cache(self, batch: int, slots: int, **like: Any) -> Cache:
+        """like: device, dtype."""
+        return self.attention.new_cache(batch, slots, **like)
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        """given: key_padding_mask, document_ids, samples, step, cache: see Attention.forward."""
         x = x + self.attention(self.attention_norm(x), **given)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -87,17 +91,26 @@ class CrossBlock(Block):
                 "cross_attention", CrossAttention, cross_attention, model, memory_size=memory_size
             )
 
+    def new_cache(self, batch: int, slots: int, *, context: int = 1, **like: Any) -> tuple[Cache, Cache]:
+        """Of its own tokens and of `context` tokens of the encoder."""
+        return super().new_cache(batch, slots, **like), self.cross_attention.new_cache(batch, context, **like)
+
     def forward(
         self,
         x: Tensor,
-        memory: Tensor,
+        memory: Tensor | None,
         *,
+        key_padding_mask: Tensor | None = None,
         memory_padding_mask: Tensor | None = None,
         samples: Tensor | None = None,
         step: int | Tensor | None = None,
+        cache: tuple[Cache, Cache] = (None, None),
     ) -> Tensor:
-        """x (B, S, D), memory (B, T, M): the encoder's states, memory_padding_mask (B, T) bool, True where one is real."""
+        """x (B, S, D), memory (B, T, M): the encoder's states, None where the cache has read them; masks (B, S) and (B, T)
+        bool, True where a token is real."""
         dropout = {"samples": samples, "step": step}
-        x = x + self.attention(self.attention_norm(x), **dropout)
-        x = x + self.cross_attention(self.cross_norm(x), memory, key_padding_mask=memory_padding_mask, **dropout)
+        own, across = cache
+        x = x + self.attention(self.attention_norm(x), key_padding_mask=key_padding_mask, cache=own, **dropout)
+        reading = {"key_padding_mask": memory_padding_mask, "cache": across, **dropout}
+        x = x + self.cross_attention(self.cross_norm(x), memory, **reading)
         return x + self.mlp(self.mlp_norm(x))

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from parallel_attn.attention import Attention, AttentionConfig, CrossConfig
-from parallel_attn.attention.base import without_padding
-from parallel_attn.errors import keys_renamed
+from parallel_attn.attention.given import without_padding
+from parallel_attn.errors import SettingsError, keys_renamed
 from parallel_attn.models.base import LanguageModel
 from parallel_attn.models.blocks import Block, CrossBlock
+from parallel_attn.models.cache import ModelCache
 from parallel_attn.models.config import EncoderDecoderConfig, ModelConfig
 from parallel_attn.nn import Placement, RMSNorm, ShardedModule, VocabParallelEmbedding
 from parallel_attn.sharding import HeadPlan
@@ -78,13 +80,18 @@ class EncoderDecoderLM(LanguageModel):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         encoder_padding_mask: Tensor | None = None,
+        cache: ModelCache | None = None,
     ) -> Tensor:
         """tokens (B, S) -> logits (B, S - T, V), whole on every rank; with targets (B, S): as LanguageModel.forward, those
         of the encoder's tokens count nothing.
 
         encoder_padding_mask (B, T) bool, True where a token of the encoder is real: what the others hold reaches nothing.
+        cache: of `prefill`; then all tokens (B, S) are the decoder's, after those in it -> logits (B, S, V).
         Raises SettingsError for document_ids, and where S leaves the encoder or the decoder without any token.
         """
+        loss = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        if cache is not None:
+            return self.decoded(tokens, targets, {"memory": None}, **loss, cache=cache, last=False)
         if document_ids is not None:
             self.config.check_data(tokens.shape[1], documents=True)
         context = self.context_tokens(tokens.shape[1])
@@ -95,9 +102,34 @@ class EncoderDecoderLM(LanguageModel):
             tokens[:, context:],
             None if targets is None else targets[:, context:],
             {"memory": memory, "memory_padding_mask": encoder_padding_mask, **dropout},
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
+            **loss,
+            cache=None,
+            last=False,
         )
+
+    # ---- generation: the encoder reads a prompt up to its last token, the decoder goes on from that one ----------------
+
+    @torch.no_grad()
+    def prefill(
+        self, tokens: Tensor, *, slots: int, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, ModelCache]:
+        context = tokens.shape[1] - 1
+        mask = None if key_padding_mask is None else key_padding_mask[:, :-1]
+        if context < 1 or (mask is not None and not mask.any(1).all()):
+            raise SettingsError("prompt: a prompt of one token leaves the encoder nothing to read, give two or more")
+        memory = self.encoder(self.embedded(self.encoder.embedding, tokens[:, :-1]), key_padding_mask=mask)
+        cache = self.new_cache(tokens.shape[0], max(1, slots - context), context=context)
+        given = {"memory": memory, "memory_padding_mask": mask}
+        loss = {"label_smoothing": 0.0, "z_loss": 0.0}
+        return self.decoded(tokens[:, -1:], None, given, **loss, cache=cache, last=True)[:, 0], cache
+
+    def most_tokens(self, prompt: int, seq_len: int) -> int:
+        context = self.context_tokens(seq_len)
+        if not 2 <= prompt <= context + 1:
+            raise SettingsError(
+                f"prompt: it has {prompt} tokens; the encoder reads all but the last, 1 to {context}: give 2 to {context + 1}"
+            )
+        return prompt - 1 + seq_len - context
 
     @property
     def plans(self) -> dict[str, HeadPlan]:

@@ -19,6 +19,16 @@ from parallel_attn.nn.rope_scaling import RopeScaling, as_scaling
 STYLES = ("half", "interleaved")
 
 
+@dataclass(frozen=True)
+class Span:
+    """Positions of new tokens that are known to lie in 0..bound - 1: `first` + 0..S-1, or `rows` (B, S) where they differ
+    between rows. So a table serves them, without asking the device for the largest."""
+
+    first: int
+    bound: int
+    rows: Tensor | None = None
+
+
 @dataclass
 class RopeConfig:
     theta: float = 10000.0
@@ -32,6 +42,10 @@ class RopeConfig:
             if type(value) not in (int, float):
                 raise SettingsError(f"attention.rope.{key}={value!r} must be a number")
         self.scaling = as_scaling(self.scaling)
+
+
+_KEPT: dict[tuple, tuple[Tensor, Tensor]] = {}
+"""(cos, sin) of positions 0, 1, 2, ... by rotary settings, device and precision."""
 
 
 class Rotary:
@@ -74,7 +88,7 @@ class Rotary:
         self.width, self.theta, self.style, self.scaling = width, theta, style, scaling
         self.score_factor = 1.0 if scaling is None else scaling.score_factor
         self.frequencies(torch.device("cpu"))  # settings that do not fit each other stop here
-        self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._key = (width, float(theta), repr(scaling))
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians per token of each pair of dims, (R/2,), float64."""
@@ -93,29 +107,33 @@ class Rotary:
         factor = 1.0 if self.scaling is None else self.scaling.cos_sin_factor
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
-    def default_tables(self, length: int, offset: int, device: torch.device, dtype: torch.dtype):
-        """Tables of positions offset .. offset + length - 1, kept for the next call."""
-        key = (length, offset, device, dtype == torch.float64)
-        if key not in self._tables:
-            if len(self._tables) >= 4:  # training uses one length, evaluation perhaps another
-                self._tables.clear()
+    def kept_tables(self, span: Span, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Tables of a span, out of those that all layers with the same settings share and that grow with what is asked."""
+        key = (*self._key, device, dtype == torch.float64)
+        kept = _KEPT.get(key)
+        if kept is None or kept[0].shape[0] < span.bound:
             with torch.inference_mode(False), torch.no_grad():
-                positions = torch.arange(offset, offset + length, device=device)
-                self._tables[key] = self.tables(positions, dtype)
-        return self._tables[key]
+                size = max(span.bound, 2 * kept[0].shape[0] if kept is not None else 0)  # doubling: seldom
+                kept = _KEPT[key] = self.tables(torch.arange(size, device=device), dtype)
+        if span.rows is not None:
+            return kept[0][span.rows], kept[1][span.rows]
+        return kept[0][span.first : span.first + length], kept[1][span.first : span.first + length]
 
-    def __call__(self, x: Tensor, positions: Tensor | None = None, *, offset: int = 0) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor | Span | None = None, *, offset: int = 0) -> Tensor:
         """x (B, S, heads, E) -> the same shape and dtype, turned by `positions` (S,) or (B, S), or offset + 0..S-1."""
         if self.width == 0:
             return x
-        if positions is not None:
+        if positions is None:
+            positions = Span(offset, offset + x.shape[1])
+        if isinstance(positions, Span) and type(x) is Tensor:
+            cos, sin = self.kept_tables(positions, x.shape[1], x.device, x.dtype)
+        else:
+            if isinstance(positions, Span):  # what a FakeTensor or another subclass makes is not kept for real calls
+                first = positions.first
+                positions = torch.arange(first, first + x.shape[1], device=x.device) if positions.rows is None else positions.rows
             if positions.shape[-1] != x.shape[1]:  # a single one would be broadcast
                 raise ValueError(f"positions of shape {tuple(positions.shape)} for {x.shape[1]} tokens: needs (S,) or (B, S)")
             cos, sin = self.tables(positions, x.dtype)
-        elif type(x) is not Tensor:  # what a FakeTensor or another subclass makes is not kept for real calls
-            cos, sin = self.tables(torch.arange(offset, offset + x.shape[1], device=x.device), x.dtype)
-        else:
-            cos, sin = self.default_tables(x.shape[1], offset, x.device, x.dtype)
         turned, rest = x[..., : self.width], x[..., self.width :]
         turned = turned.to(cos.dtype)
         if self.style == "half":

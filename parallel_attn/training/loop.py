@@ -209,13 +209,11 @@ class Loop:
         return {"memory/process_peak_bytes": process_peak_bytes(), **known}
 
     def memory(self, report: dict[str, int]) -> dict[str, float]:
-        """Bytes by kind on the fullest rank of each kind, and what a token will cost in a cache."""
+        """Bytes by kind on the fullest rank of each kind, and what a token costs in a real cache."""
+        report = report | {"memory/kv_cache_bytes_per_token": int(self.model.new_cache(1, 1).bytes_per_token())}
         names = sorted(report)
         values = torch.tensor([report[name] for name in names], dtype=torch.int64, device=self.mesh.device)
-        fullest = dict(zip(names, all_reduce(values, self.mesh.world, "max").tolist()))
-        dtype = compute_dtypes(self.config.train.precision)[1] or self.model.embedding.weight.dtype
-        per_rank = (self.model.cache_elements_per_token(r) for r in range(self.mesh.tensor.degree))
-        return fullest | {"memory/kv_cache_bytes_per_token": max(per_rank) * dtype.itemsize}
+        return dict(zip(names, all_reduce(values, self.mesh.world, "max").tolist()))
 
 
 class Window:
