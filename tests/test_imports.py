@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent / "parallel_attn"
 HEAVY = ("deepspeed", "wandb", "datasets", "transformers", "matplotlib", "hydra", "omegaconf", "rich", "tokenizers", "pandas")
 ROOMS = (
     "errors", "sharding", "mesh", "collectives", "initialization", "nn", "attention", "models", "costs", "interop", "data",
-    "tracking", "checkpoint", "training", "planning", "cli",
+    "tracking", "checkpoint", "training", "runs", "planning", "cli",
 )  # fmt: skip
 
 

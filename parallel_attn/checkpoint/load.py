@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -29,12 +29,22 @@ class Reader:
     ) -> None:
         self._files.clear()
 
-    def parameter(self, name: str, shard: ParameterShard) -> dict[str, Tensor]:
-        """{kind: the slice that `shard` describes} of one parameter, on the CPU. Raises CheckpointError."""
+    def parameter(
+        self, name: str, shard: ParameterShard, kinds: Sequence[str] = KINDS
+    ) -> dict[str, Tensor]:
+        """{kind: the slice that `shard` describes} of one parameter, on the CPU. Moments that a checkpoint leaves out
+        (of an imported model) are zeros. Raises CheckpointError."""
         start = [0] * len(shard.full_shape)
         if shard.dim is not None:
             start[shard.dim] = shard.ranges[shard.rank][0]
-        return {kind: self.slice(f"{kind}/{name}", tuple(start), shard.local_shape()) for kind in KINDS}
+        found = {}
+        for kind in kinds:
+            key = f"{kind}/{name}"
+            if kind != "master" and key not in self.checkpoint.index.tensors:
+                found[kind] = torch.zeros_like(found["master"])
+            else:
+                found[kind] = self.slice(key, tuple(start), shard.local_shape())
+        return found
 
     def slice(self, key: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The box of `shape` that begins at `start` of a full tensor, put together from the pieces that it meets."""
