@@ -17,6 +17,9 @@ usage: parallel-attn SUBCOMMAND [KEY=VALUE ...]
   checkpoint  list the checkpoints of a run, verify their checksums, show what is inside
               parallel-attn checkpoint run=runs/a
 
+  generate  continue a prompt with the model of a run
+            parallel-attn generate run=runs/a prompt="def main(" max_new_tokens=200
+
 `parallel-attn SUBCOMMAND --help` says more; that of train lists groups and keys."""
 
 
@@ -53,7 +56,13 @@ def checkpoint(arguments: list[str]) -> None:
     sys.exit(run(arguments))
 
 
-SUBCOMMANDS = {"train": train, "verify": verify, "checkpoint": checkpoint}
+def generate(arguments: list[str]) -> None:
+    from parallel_attn.runs.generate import main as run
+
+    run(arguments)
+
+
+SUBCOMMANDS = {"train": train, "verify": verify, "checkpoint": checkpoint, "generate": generate}
 
 if __name__ == "__main__":
     main()

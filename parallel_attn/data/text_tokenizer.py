@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import unicodedata
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -138,6 +139,19 @@ class TextTokenizer(Tokenizer):
             return b"".join(self._token_bytes[token] for token in ids)
         kept = ids[ids != self.end_of_text].tolist()
         return self._library.decode(kept, skip_special_tokens=True).encode()
+
+    def lacks(self, text: str) -> str | None:
+        if self._there_and_back(text) == text.encode():
+            return None
+        unknown = self._library.model.unk_token if hasattr(self._library.model, "unk_token") else None
+        unknown = unknown if unknown is None else self._library.token_to_id(unknown)
+        for character in dict.fromkeys(text):
+            if character.isspace() or unicodedata.category(character)[0] in "MC":
+                continue  # what tokenizers drop or fold on purpose
+            ids = self._ids(character)
+            if not ids or unknown in ids:
+                return character
+        return None
 
     def token_bytes(self) -> np.ndarray | None:
         return None if self._sizes is None else self._sizes.copy()

@@ -96,6 +96,10 @@ class Tokenizer(ABC):
         """Lines for the user: where text does not come back byte for byte, and what else is odd."""
         return []
 
+    def lacks(self, text: str) -> str | None:
+        """A character of a text that no token stands for; None where there is none."""
+        return None
+
     # What follows from it
 
     def encode(self, text: bytes) -> np.ndarray:
