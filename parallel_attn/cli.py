@@ -20,6 +20,13 @@ usage: parallel-attn SUBCOMMAND [KEY=VALUE ...]
   generate  continue a prompt with the model of a run
             parallel-attn generate run=runs/a prompt="def main(" max_new_tokens=200
 
+  export    write a run as a folder that transformers loads
+            parallel-attn export run=runs/a out=hf_model
+
+  convert   read such a folder, or give a run other KV heads: into a run folder that train.py goes on with
+            parallel-attn convert hf_model=DIR out=runs/imported
+            parallel-attn convert run=runs/a attention=gqa attention.num_kv_heads=2 out=runs/gqa
+
 `parallel-attn SUBCOMMAND --help` says more; that of train lists groups and keys."""
 
 
@@ -62,7 +69,26 @@ def generate(arguments: list[str]) -> None:
     run(arguments)
 
 
-SUBCOMMANDS = {"train": train, "verify": verify, "checkpoint": checkpoint, "generate": generate}
+def export(arguments: list[str]) -> None:
+    from parallel_attn.runs.export import main as run
+
+    sys.exit(run(arguments))
+
+
+def convert(arguments: list[str]) -> None:
+    from parallel_attn.runs.convert import main as run
+
+    sys.exit(run(arguments))
+
+
+SUBCOMMANDS = {
+    "train": train,
+    "verify": verify,
+    "checkpoint": checkpoint,
+    "generate": generate,
+    "export": export,
+    "convert": convert,
+}
 
 if __name__ == "__main__":
     main()

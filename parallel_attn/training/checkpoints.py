@@ -30,7 +30,8 @@ from parallel_attn.training.resume import TOKENIZER_FILE, Resume
 class Checkpoints:
     """Saves the state of a job every `checkpoint.every` steps, at its end and when it is asked to stop.
 
-    choices: Hydra's (group -> choice), where there are some. tick: told that the disk is at work. Raises CheckpointError
+    length: tokens of the longest sequence that the model was trained for, here or before. choices: Hydra's (group ->
+    choice), where there are some. tick: told that the disk is at work. Raises CheckpointError
     on every rank.
     """
 
@@ -45,6 +46,7 @@ class Checkpoints:
         train: TrainBatches,
         tokenizer: Tokenizer,
         data_fingerprint: str,
+        length: int,
         choices: Mapping[str, str] | None = None,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
@@ -59,6 +61,7 @@ class Checkpoints:
         self._known = {
             "config": plain_config(config),
             "choices": dict(choices or {}),
+            "length": length,
             "layout": {
                 "data": mesh.data.degree,
                 "tensor": mesh.tensor.degree,

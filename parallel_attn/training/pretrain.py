@@ -210,6 +210,7 @@ def _train(prepared: Prepared, mesh: Mesh, run_dir: Path, signals: Signals) -> d
             keeper = Checkpoints(
                 config, engine, mesh, tracker, run_dir, train=train, tokenizer=tokenizer,
                 data_fingerprint=fingerprint(tokens), choices=prepared.choices, tick=watchdog.tick,
+                length=max(config.train.seq_len, (resume.meta.get("length") or 0) if resume else 0),
             )  # fmt: skip
             loop = Loop(config, engine, mesh, tracker, train, validation, signals, keeper, watchdog)
             if resume is not None:
