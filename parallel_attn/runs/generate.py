@@ -44,6 +44,7 @@ KEYS = {
     "parallel.data": "replicas (1, or what parallel.tensor leaves)",
     "device": "auto, cpu or cuda (auto)",
     "dtype": "float32, bfloat16 or float64; default: the run's",
+    "compile": "true: torch.compile, for many tokens: faster each, after half a minute once (false)",
     "--json": "FILE: write prompts, tokens, texts and numbers there",
 }
 HELP = usage("generate", DESCRIPTION, KEYS)
@@ -61,6 +62,7 @@ class Job:
     sampling: Sampling
     max_new_tokens: int
     dtype: torch.dtype | None
+    compiled: bool
     device: torch.device
     data: int
     tensor: int
@@ -113,13 +115,14 @@ def prepare(arguments: Sequence[str]) -> Job:
     if most is None or most < 0:
         raise SettingsError(f"max_new_tokens={most} must be 0 or more")
     dtype = DTYPES[settings.choice("dtype", list(DTYPES), "float32")] if "dtype" in settings.given else None
+    compiled = settings.choice("compile", ("true", "false"), "false") == "true"
     run = open_run(settings.text("run"))
     model = run.build(AxisGroup(None, rank % tensor, tensor))
     texts = prompts_of(settings)
     prompts = [encoded(run, text) for text in texts]
     sampling.check_vocabulary(run.tokenizer.vocab_size)
     room(model, prompts, run.length, run.tokenizer.vocab_size)
-    return Job(settings, run, texts, prompts, sampling, most, dtype, device, data, tensor)
+    return Job(settings, run, texts, prompts, sampling, most, dtype, compiled, device, data, tensor)
 
 
 def prompts_of(settings: Settings) -> list[str]:
@@ -188,6 +191,7 @@ def work(job: Job, mesh: Mesh) -> None:
         vocab_size=tokenizer.vocab_size,
         numbers=list(mine),
         on_tokens=on_tokens if streaming else None,
+        compiled=job.compiled,
     )
     seconds = time.perf_counter() - began
     if streaming:
