@@ -113,7 +113,7 @@ def _loop(model, prompts, rows, limits, sampling, end_of_text, vocab_size, numbe
             on_tokens(fresh)
         if not any(going):
             break
-        logits = model.decode(picked.unsqueeze(1), cache)[:, -1]
+        logits = model.decode(picked.unsqueeze(1).to(tokens.device), cache)[:, -1]
     return Generated(rows, cache.bytes(), cache.bytes_per_token())
 
 
