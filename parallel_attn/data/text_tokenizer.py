@@ -69,6 +69,7 @@ class TextTokenizer(Tokenizer):
         self._library = _library(spec, label)
         self._library.encode_special_tokens = True  # the library's word for: a special token in a text is text
         self._changes = spec["normalizer"]
+        self._unknown = vocabulary.get(spec["model"].get("unk_token"), spec["model"].get("unk_id"))
         used = json.dumps(spec, sort_keys=True) + f" end of text {self.end_of_text}, pieces of {PIECE_CHARACTERS}"
         self.fingerprint = f"{self.name}-{hashlib.sha256(used.encode()).hexdigest()[:32]}"
         self._token_bytes = _byte_level(spec, vocabulary, self.vocab_size)
@@ -143,13 +144,11 @@ class TextTokenizer(Tokenizer):
     def lacks(self, text: str) -> str | None:
         if self._there_and_back(text) == text.encode():
             return None
-        unknown = self._library.model.unk_token if hasattr(self._library.model, "unk_token") else None
-        unknown = unknown if unknown is None else self._library.token_to_id(unknown)
         for character in dict.fromkeys(text):
             if character.isspace() or unicodedata.category(character)[0] in "MC":
                 continue  # what tokenizers drop or fold on purpose
             ids = self._ids(character)
-            if not ids or unknown in ids:
+            if self._unknown in ids or not self.decode(ids).strip():
                 return character
         return None
 

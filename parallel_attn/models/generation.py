@@ -73,7 +73,7 @@ def generate(
     continuation; None: none does. vocab_size: tokens that may come out, where the tokenizer has fewer than the model.
     numbers: of the prompts, for the randomness; by default their places here. on_tokens: told each new token of every
     prompt, None for one that has ended. compiled: torch.compile works on each token: half the time for small models on CPU,
-    after a compilation of half a minute, once for a model in a process.
+    after a compilation of up to a minute, once for a model in a process.
 
     Raises SettingsError for a prompt that the model cannot take and for settings that cannot work.
     """
@@ -129,7 +129,7 @@ def _loop(model, decode, prompts, rows, limits, sampling, end_of_text, vocab_siz
             on_tokens(fresh)
         if not any(going):
             break
-        logits = decode(picked.unsqueeze(1), cache)[:, -1]
+        logits = decode(picked.unsqueeze(1).to(tokens.device), cache)[:, -1]
     return Generated(rows, cache.bytes(), cache.bytes_per_token())
 
 

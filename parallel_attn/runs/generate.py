@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 from parallel_attn import mesh as meshes
 from parallel_attn.checkpoint import Exchange
-from parallel_attn.errors import CheckpointError, PeerLost, SettingsError
+from parallel_attn.errors import CheckpointError, Interrupted, PeerLost, SettingsError
 from parallel_attn.mesh import AxisGroup, Mesh
 from parallel_attn.models import Sampling, generate
 from parallel_attn.models.generation import room
 from parallel_attn.runs.command import Settings, usage, write_json
 from parallel_attn.runs.opened import OpenedRun, open_run
-from parallel_attn.runs.stream import TextStream
+from parallel_attn.runs.stream import TextStream, text_after
 from parallel_attn.training import exits
+from parallel_attn.training.signals import Signals
 
 DESCRIPTION = """\
 Continues a prompt with the model of a run, token by token out of a cache. Works on any run, and on what `convert` wrote.
@@ -34,7 +37,7 @@ the encoder."""
 KEYS = {
     "run": "a run folder (its newest checkpoint) or one of its checkpoints",
     "prompt": "the text to go on from; several times: several prompts",
-    "prompt_file": "a file that holds a prompt (/dev/stdin works)",
+    "prompt_file": "a file that holds a prompt, to its last byte; -: standard input",
     "max_new_tokens": "tokens to come, at most (128); it ends earlier at an end of text or at the model's longest sequence",
     "temperature": "0 (the default): greedy; above: random, the higher the more",
     "top_k": "only the k likeliest tokens; 0 (the default): all",
@@ -44,10 +47,13 @@ KEYS = {
     "parallel.data": "replicas (1, or what parallel.tensor leaves)",
     "device": "auto, cpu or cuda (auto)",
     "dtype": "float32, bfloat16 or float64; default: the run's",
-    "compile": "true: torch.compile, for many tokens: faster each, after half a minute once (false)",
+    "compile": "true: torch.compile, for many tokens: faster each, after up to a minute once (false)",
     "--json": "FILE: write prompts, tokens, texts and numbers there",
 }
 HELP = usage("generate", DESCRIPTION, KEYS)
+STDIN = ("-", "/dev/stdin")
+REPLICAS_WAIT = timedelta(days=7)
+"""How long a replica that has ended waits for one that goes on."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -69,22 +75,21 @@ class Job:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the command on every rank; leaves the process with 0, 1 (failed), 2 (settings) or 130 (Ctrl-C)."""
+    """Runs the command on every rank; leaves the process with 0, 1 (failed), 2 (settings), 130 (Ctrl-C) or 143 (SIGTERM)."""
     if not arguments or any(argument in ("-h", "--help") for argument in arguments):
         print(HELP)
         sys.exit(0 if arguments else exits.SETTINGS_EXIT)
     try:
-        job = prepare(arguments)
-        with meshes.peers_expected():
-            mesh = meshes.start(job.device, tensor=job.tensor, data=job.data)
-            work(job, mesh)
-        meshes.shutdown()
+        with Signals() as signals:
+            job = prepare(arguments)
+            with signals.peers_expected():
+                mesh = meshes.start(job.device, tensor=job.tensor, data=job.data)
+                work(job, mesh)
+                meshes.shutdown()
     except (SettingsError, CheckpointError) as error:
         exits.leave_with_line(error)
-    except KeyboardInterrupt:
-        sys.stdout.flush()
-        print("\ninterrupted", file=sys.stderr, flush=True)
-        exits.leave(130)
+    except Interrupted as error:  # what was told stays: every token was flushed
+        exits.leave_interrupted(error)
     except BrokenPipeError:  # whoever read the text has seen enough
         sys.stderr.close()
         sys.exit(0)
@@ -129,8 +134,11 @@ def prompts_of(settings: Settings) -> list[str]:
     """Raises SettingsError where there is none, or an empty one."""
     texts = settings.texts("prompt")
     for path in settings.texts("prompt_file"):
+        if path in STDIN and meshes.launcher_ranks()[2] > 1:
+            raise SettingsError(f"prompt_file={path}: several processes cannot share it, give prompt=TEXT or a file")
         try:
-            texts.append(Path(path).read_bytes().decode("utf-8", "surrogateescape"))
+            content = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
+            texts.append(content.decode("utf-8", "surrogateescape"))
         except OSError as error:
             raise SettingsError(f"prompt_file={path} cannot be read ({error.strerror})") from error
     if not texts:
@@ -168,6 +176,7 @@ def _is_utf8(content: bytes) -> bool:
 
 def work(job: Job, mesh: Mesh) -> None:
     """The part that all ranks do together: each replica its prompts, the first one streaming a single one."""
+    results = Exchange(mesh.world, "generated", REPLICAS_WAIT)
     model = job.run.model(mesh.tensor, mesh.device, job.dtype)
     tokenizer = job.run.tokenizer
     mine = range(mesh.data.rank, len(job.prompts), mesh.data.degree)
@@ -181,28 +190,31 @@ def work(job: Job, mesh: Mesh) -> None:
             show(stream.feed(tokens[0]))
 
     began = time.perf_counter()
-    made = generate(
-        model,
-        [job.prompts[i] for i in mine],
-        seq_len=job.run.length,
-        max_new_tokens=job.max_new_tokens,
-        sampling=job.sampling,
-        end_of_text=tokenizer.end_of_text,
-        vocab_size=tokenizer.vocab_size,
-        numbers=list(mine),
-        on_tokens=on_tokens if streaming else None,
-        compiled=job.compiled,
-    )
+    try:
+        made = generate(
+            model,
+            [job.prompts[i] for i in mine],
+            seq_len=job.run.length,
+            max_new_tokens=job.max_new_tokens,
+            sampling=job.sampling,
+            end_of_text=tokenizer.end_of_text,
+            vocab_size=tokenizer.vocab_size,
+            numbers=list(mine),
+            on_tokens=on_tokens if streaming else None,
+            compiled=job.compiled,
+        )
+    finally:  # also when a signal ends it
+        if streaming:
+            show(stream.end() + "\n")
     seconds = time.perf_counter() - began
-    if streaming:
-        show(stream.end() + "\n")
     first = mesh.tensor.rank == 0
     report = {
         "rows": [[i, c.tokens, c.reason] for i, c in zip(mine, made.continuations)] if first else [],
         "seconds": seconds,
-        "cache": made.cache_bytes_per_token,
+        "cache_bytes": made.cache_bytes,
+        "cache_bytes_per_token": made.cache_bytes_per_token,
     }
-    tell(job, mesh, Exchange(mesh.world).gather(report), shown=streaming)
+    tell(job, mesh, results.gather(report), shown=streaming)
 
 
 def tell(job: Job, mesh: Mesh, reports: list[dict], *, shown: bool) -> None:
@@ -212,28 +224,35 @@ def tell(job: Job, mesh: Mesh, reports: list[dict], *, shown: bool) -> None:
     rows = sorted(row for report in reports for row in report["rows"])
     results = []
     for number, tokens, reason in rows:
-        text = job.run.tokenizer.decode(tokens).decode("utf-8", "replace")
+        text = text_after(job.run.tokenizer, job.prompts[number], tokens)
         if not shown:
             if len(rows) > 1:
                 print(f"--- prompt {number + 1}: {reason}", flush=True)
             show(job.texts[number] + text + "\n")
         results.append({"prompt": job.texts[number], "text": text, "tokens": tokens, "reason": reason})
     count, seconds = sum(len(row[1]) for row in rows), max(report["seconds"] for report in reports)
-    cache = max(report["cache"] for report in reports)
+    caches = {key: max(report[key] for report in reports) for key in ("cache_bytes", "cache_bytes_per_token")}
     reasons = " and ".join(dict.fromkeys(row[2] for row in rows))
     speed = f" in {seconds:.2f} s ({count / seconds:,.0f} tokens/s)" if seconds > 0 else ""
-    print(f"{count} tokens{speed}, stopped at: {reasons}; cache: {cache:,.0f} bytes per token and rank", file=sys.stderr)
+    cache = f"{caches['cache_bytes_per_token']:,.0f} bytes per token and rank"
+    print(f"{count} tokens{speed}, stopped at: {reasons}; cache: {cache}", file=sys.stderr)
     if any(row[2] == "length" for row in rows):
         length = job.run.length
         print(f"note: the model was trained on sequences of {length} tokens: no more came out", file=sys.stderr, flush=True)
-    numbers = {"seconds": seconds, "tokens": count, "cache_bytes_per_token": cache}
+    numbers = {"seconds": seconds, "tokens": count, "tokens_per_second": count / max(seconds, 1e-9), **caches}
     layout = {"tensor": mesh.tensor.degree, "data": mesh.data.degree, "step": job.run.checkpoint.step}
     write_json(job.settings, {"results": results, **numbers, **layout, "sampling": vars(job.sampling)})
 
 
 def show(text: str) -> None:
-    """On stdout at once, whatever its encoding can say."""
-    if text:
-        encoding = sys.stdout.encoding or "utf-8"
+    """On stdout at once, whatever its encoding can say. Raises BrokenPipeError where nobody reads on and no rank waits."""
+    if not text:
+        return
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
+    except BrokenPipeError:
+        if meshes.launcher_ranks()[2] == 1:
+            raise
+        sys.stdout = open(os.devnull, "w")  # the other ranks would take an end for a loss
