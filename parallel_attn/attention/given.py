@@ -47,4 +47,4 @@ def with_rope_key(nope: Tensor, rope_key: Tensor) -> Tensor:
 
 def by_head(x: Tensor, width: int) -> Tensor:
     """(B, S, heads * width) -> (B, S, heads, width)."""
-    return x.reshape(x.shape[0], x.shape[1], -1, width)  # (`unflatten` is several times as much Python)
+    return x.reshape(x.shape[0], x.shape[1], x.shape[2] // width, width)  # (`unflatten` is several times as much Python)

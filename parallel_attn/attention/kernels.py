@@ -104,7 +104,7 @@ def fused(
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     folded = q.shape[2] == 1 and k.shape[1] != q.shape[1]
     if folded:  # one query: the heads of a group are the queries of its key, half the time on CPU
-        q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
+        q = q.reshape(q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[-1])
     some_key = None
     if mask is not None:
         if sinks is None:  # otherwise every row has its sink

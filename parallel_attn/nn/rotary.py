@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Optional
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -44,8 +45,12 @@ class RopeConfig:
         self.scaling = as_scaling(self.scaling)
 
 
-_KEPT: dict[tuple, tuple[Tensor, Tensor]] = {}
-"""(cos, sin) of positions 0, 1, 2, ... by rotary settings, device and precision."""
+class _Tables(dict):
+    """(cos, sin) of positions 0, 1, 2, ... by device and precision."""
+
+
+_SHARED: WeakValueDictionary[tuple, _Tables] = WeakValueDictionary()
+"""By rotary settings: all layers that have the same share one, and it goes with the last of them."""
 
 
 class Rotary:
@@ -88,7 +93,7 @@ class Rotary:
         self.width, self.theta, self.style, self.scaling = width, theta, style, scaling
         self.score_factor = 1.0 if scaling is None else scaling.score_factor
         self.frequencies(torch.device("cpu"))  # settings that do not fit each other stop here
-        self._key = (width, float(theta), style, repr(scaling))
+        self._kept = _SHARED.setdefault((width, float(theta), style, repr(scaling)), _Tables())
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians per token of each pair of dims, (R/2,), float64."""
@@ -115,12 +120,12 @@ class Rotary:
 
     def kept_tables(self, span: Span, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`wide` tables of a span, out of those that all layers with the same settings share and that grow with what is asked."""
-        key = (*self._key, device, dtype == torch.float64)
-        kept = _KEPT.get(key)
+        key = device, dtype == torch.float64
+        kept = self._kept.get(key)
         if kept is None or kept[0].shape[0] < span.bound:
             with torch.inference_mode(False), torch.no_grad():
                 size = max(span.bound, 2 * kept[0].shape[0] if kept is not None else 0)  # doubling: seldom
-                kept = _KEPT[key] = self.wide(*self.tables(torch.arange(size, device=device), dtype))
+                kept = self._kept[key] = self.wide(*self.tables(torch.arange(size, device=device), dtype))
         if span.rows is not None:
             return kept[0][span.rows], kept[1][span.rows]
         return kept[0][span.first : span.first + length], kept[1][span.first : span.first + length]
