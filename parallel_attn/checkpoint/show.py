@@ -86,6 +86,7 @@ def _contents(path: Path, index: Index) -> dict[str, Any]:
         "bytes": index.total_bytes(),
         "files": {name: known["bytes"] for name, known in index.files.items()},
         "tensors": len(index.tensors),
+        "moments": bool(index.names("exp_avg")),
         **{key: index.meta.get(key) for key in told},
     }
 
@@ -118,7 +119,8 @@ def _inside(one: dict[str, Any]) -> list[str]:
     return [
         f"{Path(one['checkpoint']).name}: step {one['step']:,} of {schedule['steps']:,}, next learning rate "
         f"{schedule['next_rate']:.3g}, {data['samples']:,} samples of {data['seq_len']} tokens seen",
-        f"  {one['parameters']:,} parameters in float masters and two moments: {one['tensors']} tensors"
+        f"  {one['parameters']:,} parameters in float masters and {'two' if one['moments'] else 'no'} moments: "
+        f"{one['tensors']} tensors"
         + (f"; {chosen}" if chosen else ""),
         *([f"  best validation loss {best['val/loss']:.4f} at step {best['step']:,}"] if best else []),
     ]

@@ -13,7 +13,7 @@ class ConfigJson:
     """The mapping of a config.json. Every refusal is one line: the key, its value, what would work."""
 
     def __init__(self, values: dict) -> None:
-        if not isinstance(values, dict) or "model_type" not in values:
+        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise SettingsError("config.json has no model_type: it is not the config of a transformers model")
         self.values, self.kind = values, values["model_type"]
         if values.get("quantization_config") is not None:
@@ -35,10 +35,35 @@ class ConfigJson:
             raise SettingsError(f"config.json: {key}={shown(value)} must be a whole number, at least 1")
         return value
 
-    def must_be(self, key: str, wanted: Any, reason: str, *, default: Any = _MISSING) -> None:
-        """Raises SettingsError unless the value (or the type's default) is `wanted`."""
-        if self.get(key, wanted if default is _MISSING else default) != wanted:
-            self.refuse(key, f"{reason}, only {shown(wanted)} can be expressed")
+    def number(self, key: str, default: float) -> float:
+        """null counts as not given."""
+        value = self.get(key, None)
+        return default if value is None else number(key, value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """true or false; null is false, as in transformers. A text such as "false" is neither."""
+        value = self.get(key, default)
+        if value is not None and type(value) is not bool:
+            raise SettingsError(f"config.json: {key}={shown(value)} must be true or false")
+        return bool(value)
+
+    def names(self, key: str) -> list[str] | None:
+        """A list of texts, None where it is not given."""
+        value = self.get(key, None)
+        if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            raise SettingsError(f"config.json: {key}={shown(value)} must be a list of names")
+        return value
+
+    def must_be_off(self, key: str, reason: str) -> None:
+        if self.flag(key):
+            self.refuse(key, f"{reason}, only false can be expressed")
+
+
+def number(key: str, value: Any) -> float:
+    """Raises SettingsError, naming the key of the config.json, for what JSON does not write as a number."""
+    if type(value) not in (int, float):
+        raise SettingsError(f"config.json: {key}={shown(value)} must be a number")
+    return float(value)
 
 
 def shown(value: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,10 @@ class FolderTensors(Mapping[str, Tensor]):
             self.where |= dict.fromkeys(wanted or held, file)
 
     def _listed(self) -> dict[str, list[str] | None]:
-        """File -> the tensors that the index puts there; None: all that it has."""
+        """File -> the tensors that the index puts there; None: all that it has. As transformers looks for them: the one
+        file first, so that an index left over from another save is not heard."""
+        if (self.folder / SINGLE).is_file():
+            return {SINGLE: None}
         if (self.folder / INDEX).is_file():
             placed = read_json(self.folder, INDEX).get("weight_map")
             if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
@@ -81,8 +85,6 @@ class FolderTensors(Mapping[str, Tensor]):
             for name, file in placed.items():
                 files.setdefault(file, []).append(name)
             return files
-        if (self.folder / SINGLE).is_file():
-            return {SINGLE: None}
         pickled = sorted(path.name for path in self.folder.glob("*.bin"))
         if pickled:
             raise SettingsError(
@@ -97,6 +99,8 @@ class FolderTensors(Mapping[str, Tensor]):
         if stored not in FLOATS:
             raise SettingsError(f"tensor {name} is stored as {stored}, only {', '.join(FLOATS)} can be read")
         tensor = file.get_tensor(name)
+        if not tensor.isfinite().all():
+            raise SettingsError(f"tensor {name} of {self.folder / self.where[name]} holds values that are not finite")
         return tensor if tensor.dtype == torch.float64 else tensor.float()
 
     def __iter__(self) -> Iterator[str]:
@@ -124,7 +128,11 @@ def planned_files(translation: Translation, dtype: torch.dtype, max_file_bytes: 
 def write_tensors(
     folder: Path, translation: Translation, ours: Mapping[str, Tensor], dtype: torch.dtype, max_file_bytes: int
 ) -> Iterator[tuple[str, int]]:
-    """Writes the weights into a folder; yields (file, bytes) as each is done. Raises OSError."""
+    """Writes the weights into a folder; yields (file, bytes) as each is done.
+
+    Raises OSError, and SettingsError, naming the tensor, for a value that is too large for `dtype`.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     plan = planned_files(translation, dtype, max_file_bytes)
@@ -136,8 +144,12 @@ def write_tensors(
         for wanted in names:
             name, tensor = next(tensors)
             assert name == wanted, (name, wanted)
-            batch[name] = tensor.to(dtype).contiguous()
-        save_file(batch, folder / file, metadata={"format": "pt"})
+            batch[name] = narrowed(name, tensor, dtype)
+        try:
+            save_file(batch, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # its word for what the disk says
+            raise OSError(None, str(error), str(folder / file)) from error
+        flush(folder / file)
         placed |= dict.fromkeys(batch, file)
         size = sum(tensor.nbytes for tensor in batch.values())
         total += size
@@ -145,3 +157,23 @@ def write_tensors(
     if several:
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
         (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous and in `dtype`. Raises SettingsError for values that are not finite, or no longer."""
+    result = tensor.to(dtype).contiguous()
+    if not result.isfinite().all():
+        if not tensor.isfinite().all():
+            raise SettingsError(f"{name} holds values that are not finite: take another checkpoint")
+        kind = str(dtype).removeprefix("torch.")
+        raise SettingsError(
+            f"dtype={kind}: {name} holds {tensor.abs().max().item():.4g}, {kind} ends at {torch.finfo(dtype).max:.4g}: "
+            f"use bfloat16 or float32"
+        )
+    return result
+
+
+def flush(path: Path) -> None:
+    """Puts what was written on the disk. Raises OSError."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

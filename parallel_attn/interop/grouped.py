@@ -43,14 +43,13 @@ class GroupedFamily:
         window = self.read_layers(config)
         gated = {"gate": "elementwise"} if self.gated else {}
         norms = {"qk_norm": "head", "qk_norm_zero_centered": self.zero_centered} if self.head_norms else {}
-        dropout = config.get("attention_dropout", 0.0) or 0.0
         return GroupedConfig(
             num_heads=heads,
             num_kv_heads=heads if kv_heads is None else config.count("num_key_value_heads"),
             head_dim=self.read_head_dim(config, heads),
-            bias=self.biases[bool(config.get("attention_bias", False))] if len(self.biases) > 1 else self.biases[0],
+            bias=self.biases[config.flag("attention_bias")] if len(self.biases) > 1 else self.biases[0],
             window=window,
-            dropout=float(dropout),
+            dropout=config.number("attention_dropout", 0.0),
             rope=read_rope(config, style="half", fraction=0.25 if self.gated else None),
             **gated,
             **norms,
@@ -67,21 +66,23 @@ class GroupedFamily:
     def read_layers(self, config: ConfigJson) -> int | None:
         """The window that all layers have. Raises SettingsError where layers differ or are of another kind."""
         layers = config.count("num_hidden_layers")
-        config.must_be("mlp_bias", False, "the MLP here has no biases")
+        config.must_be_off("mlp_bias", "the MLP here has no biases")
         if self.experts and config.get("num_experts", 512):
-            step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", None) or []
+            step, dense = config.count("decoder_sparse_step", 1), config.get("mlp_only_layers", None) or []
+            if not isinstance(dense, list):
+                config.refuse("mlp_only_layers", "it must be a list of layers")
             if any((i + 1) % step == 0 and i not in dense for i in range(layers)):
                 config.refuse("num_experts", "layers with experts cannot be expressed, only dense ones")
-        kinds = config.get("layer_types", None)
+        kinds = config.names("layer_types")
         if kinds is None and self.gated:
-            every = config.get("full_attention_interval", 4)
+            every = config.count("full_attention_interval", 4)
             kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
         if kinds is None:
-            first = config.get("max_window_layers", 28) if config.get("use_sliding_window", False) else layers
+            first = config.number("max_window_layers", 28) if config.flag("use_sliding_window") else layers
             kinds = ["sliding_attention" if self.windows and i >= first else "full_attention" for i in range(layers)]
         if set(kinds) == {"full_attention"}:
             return None
-        if set(kinds) == {"sliding_attention"} and self.windows and config.get("use_sliding_window", False):
+        if set(kinds) == {"sliding_attention"} and self.windows and config.flag("use_sliding_window"):
             return config.count("sliding_window")
         return config.refuse(
             "layer_types", f"layers of {sorted(set(kinds))} cannot be expressed, only all full_attention"

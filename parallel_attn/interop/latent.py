@@ -36,13 +36,12 @@ class LatentFamily:
     def read(self, config: ConfigJson) -> LatentConfig:
         """The attention settings of a config.json. Raises SettingsError for what cannot be expressed."""
         layers, heads = config.count("num_hidden_layers"), config.count("num_attention_heads")
-        dense = config.get("first_k_dense_replace", self.first_dense)
-        if dense < layers:
+        if config.number("first_k_dense_replace", self.first_dense) < layers:
             config.refuse("first_k_dense_replace", f"layers with experts cannot be expressed, only all {layers} dense")
-        config.must_be("mlp_bias", False, "the MLP here has no biases")
+        config.must_be_off("mlp_bias", "the MLP here has no biases")
         if config.get("num_key_value_heads", None) not in (None, heads):
             config.refuse("num_key_value_heads", f"latent attention has as many as query heads, {heads}")
-        interleaved = len(self.styles) == 1 or config.get("rope_interleave", True)
+        interleaved = len(self.styles) == 1 or config.flag("rope_interleave", True)
         return LatentConfig(
             num_heads=heads,
             q_lora_rank=None if config.get("q_lora_rank") is None else config.count("q_lora_rank"),
@@ -51,8 +50,8 @@ class LatentFamily:
             qk_rope_head_dim=config.count("qk_rope_head_dim"),
             v_head_dim=config.count("v_head_dim"),
             latent_norm_eps=LATENT_NORM_EPS,
-            bias="all" if config.get("attention_bias", False) else "none",
-            dropout=float(config.get("attention_dropout", 0.0) or 0.0),
+            bias="all" if config.flag("attention_bias") else "none",
+            dropout=config.number("attention_dropout", 0.0),
             rope=read_rope(config, style="interleaved" if interleaved else "half", whole_softmax=True),
         )
 

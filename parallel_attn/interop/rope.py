@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from parallel_attn.errors import SettingsError
-from parallel_attn.interop.config_json import ConfigJson, shown
+from parallel_attn.interop.config_json import ConfigJson, number, shown
 from parallel_attn.nn import RopeConfig, RopeScaling
 
 DEFAULT_THETA = 10000.0
@@ -34,8 +34,8 @@ def read_rope(
             f"config.json: partial_rotary_factor={given}: transformers' {config.kind} turns whole heads, only 1.0"
         )
     return RopeConfig(
-        theta=float(found.get("rope_theta", DEFAULT_THETA)),
-        fraction=1.0 if fraction is None else float(fraction if given is None else given),
+        theta=number("rope_theta", found.get("rope_theta", DEFAULT_THETA)),
+        fraction=1.0 if fraction is None else number("partial_rotary_factor", fraction if given is None else given),
         style=style,
         scaling=read_scaling(config, found, whole_softmax),
     )
@@ -49,6 +49,8 @@ def merged(config: ConfigJson) -> dict[str, Any]:
         if not isinstance(place, dict):
             config.refuse(name, "it must be a mapping")
         places[name] = place.get("full_attention", place)  # by layer type: all layers here are full attention
+        if not isinstance(places[name], dict):
+            config.refuse(name, "full_attention must be a mapping")
     found: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, place in places.items():
@@ -75,14 +77,14 @@ def read_scaling(config: ConfigJson, found: dict[str, Any], whole_softmax: bool)
         length = config.count("max_position_embeddings")
     factor = found.get("factor")
     if factor is None and kind == "yarn":  # DeepSeek's form: the ratio of the two lengths
-        factor = config.count("max_position_embeddings") / length
+        factor = config.count("max_position_embeddings") / number("original_max_position_embeddings", length)
     # As in transformers: 0 is "not given"; mscale counts only beside mscale_all_dim and without an attention_factor.
-    multipliers = {key: float(found[key]) for key in _MULTIPLIERS if found.get(key)}
+    multipliers = {key: number(key, found[key]) for key in _MULTIPLIERS if found.get(key)}
     if "mscale_all_dim" not in multipliers or "attention_factor" in multipliers:
         multipliers.pop("mscale", None)
     if not whole_softmax and "mscale" not in multipliers:
         multipliers.pop("mscale_all_dim", None)
-    numbers = {key: float(found[key]) for key in _NUMBERS if found.get(key)}
+    numbers = {key: number(key, found[key]) for key in _NUMBERS if found.get(key)}
     truncate = found.get("truncate", True)
     if kind == "linear":
         length = None

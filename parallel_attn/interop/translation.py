@@ -146,8 +146,8 @@ def from_hugging_face(config: dict[str, Any]) -> Translation:
         num_layers=theirs.count("num_hidden_layers"),
         num_heads=attention.num_heads,
         mlp=MlpConfig(theirs.count("intermediate_size")),
-        tie_embeddings=bool(theirs.get("tie_word_embeddings", False)),
-        norm_eps=float(theirs.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=theirs.flag("tie_word_embeddings"),
+        norm_eps=theirs.number("rms_norm_eps", 1e-6),
         norm_zero_centered=family.zero_centered,
         vocab_size=theirs.count("vocab_size"),
     )

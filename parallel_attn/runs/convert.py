@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from parallel_attn.errors import SettingsError
 from parallel_attn.runs import importing, pooling
-from parallel_attn.runs.command import Settings, run as run_command, usage
+from parallel_attn.runs.command import Settings, usage
+from parallel_attn.runs.command import run as run_command
 
 DESCRIPTION = """\
 Writes a run folder that train.py goes on with (checkpoint.resume=OUT) and generate reads.
@@ -27,6 +28,7 @@ KEYS = {
     "attention.num_kv_heads": "with run: KV heads to have; a divisor or a multiple of those there are",
     "moments": "with run: pooled (the default) or fresh: the optimizer's moments go along, or begin at zero",
     "tokenizer": "with hf_model: a tokenizer.json, or bytes; default: the folder's own",
+    "tokenizer.end_of_text": "with hf_model: the token that ends a text, by name; default: what the folder's files say",
     "--json": "FILE: write the numbers there",
 }
 
@@ -43,7 +45,7 @@ def convert(arguments: Sequence[str]) -> None:
         raise SettingsError("convert reads hf_model=DIR or run=RUN: give one of them")
     source, other = (importing, ("attention", "attention.num_kv_heads", "moments"))
     if "run" in settings.given:
-        source, other = (pooling, ("tokenizer",))
+        source, other = (pooling, ("tokenizer", "tokenizer.end_of_text"))
     for key in other:
         if key in settings.given:
             wanted = "run" if source is importing else "hf_model"

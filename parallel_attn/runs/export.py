@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel_attn.checkpoint import Reader
-from parallel_attn.checkpoint.files import flush_folder, remove
+from parallel_attn.checkpoint.files import write_file
 from parallel_attn.errors import SettingsError
 from parallel_attn.interop import Architecture, Translation, to_hugging_face
 from parallel_attn.interop.files import (
@@ -24,9 +23,10 @@ from parallel_attn.interop.files import (
     write_tensors,
 )
 from parallel_attn.models import DecoderLM
-from parallel_attn.runs.command import Settings, run as run_command, usage, write_json
+from parallel_attn.runs.command import Settings, usage, write_json
+from parallel_attn.runs.command import run as run_command
 from parallel_attn.runs.opened import OpenedRun, open_run
-from parallel_attn.runs.written import check_out
+from parallel_attn.runs.written import check_out, new_folder
 
 DESCRIPTION = """\
 Writes a run as transformers does: config, weights (safetensors), generation config and tokenizer, so that transformers,
@@ -80,27 +80,28 @@ def export(arguments: Sequence[str]) -> None:
     if most is None or most < 1:
         raise SettingsError(f"max_file_bytes={most} must be at least 1")
     translation = translated(run, settings.text("model_type", "") or None)
-    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        temporary.mkdir()
-        written = write_small(temporary, run, translation, name)
-        with Reader(run.checkpoint) as reader:
-            for file, size in write_tensors(temporary, translation, Masters(reader), DTYPES[name], most):
-                print(f"{out / file}: {size:,} bytes", flush=True)
-                written.append(file)
-        flush_folder(temporary)
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-        flush_folder(out.parent)
-    finally:
-        remove([temporary] if temporary.exists() else [])
+    with new_folder(out) as temporary, Reader(run.checkpoint) as reader:
+        files = write_small(temporary, run, translation, name)
+        for file, size in write_tensors(temporary, translation, Masters(reader), DTYPES[name], most):
+            print(f"{file}: {size:,} bytes", flush=True)
+            files[file] = size
+    own = takes_its_own_tokenizer(run, translation.kind)
+    parameters = run.checkpoint.index.parameters()
     print(
-        f"{out}: {translation.kind}, {run.checkpoint.index.parameters():,} parameters in {name}, step {run.checkpoint.step}\n"
-        f"  AutoModelForCausalLM.from_pretrained({str(out)!r})\n"
-        f"  AutoTokenizer.from_pretrained({str(out)!r})"
+        f"{out}: {translation.kind}, {parameters:,} parameters in {name}, {sum(files.values()):,} bytes in {len(files)} files, "
+        f"of step {run.checkpoint.step}\n"
+        f"  model = AutoModelForCausalLM.from_pretrained({str(out)!r})\n"
+        f"  tokenizer = {'PreTrainedTokenizerFast' if own else 'AutoTokenizer'}.from_pretrained({str(out)!r})"
     )
-    write_json(settings, {"out": str(out), "model_type": translation.kind, "files": written, "config": translation.config})
+    if own:
+        print(
+            f"warning: for a {translation.kind} folder AutoTokenizer of transformers 5 builds Qwen2's own tokenizer, which gives "
+            f"other tokens than this one: load it with PreTrainedTokenizerFast, and tell evaluation harnesses to"
+        )
+    write_json(settings, {
+        "out": str(out), "model_type": translation.kind, "parameters": parameters, "dtype": name,
+        "step": run.checkpoint.step, "files": files, "auto_tokenizer": not own, "config": translation.config,
+    })  # fmt: skip
 
 
 def translated(run: OpenedRun, model_type: str | None) -> Translation:
@@ -114,8 +115,8 @@ def translated(run: OpenedRun, model_type: str | None) -> Translation:
     return to_hugging_face(architecture, max_position_embeddings=run.length, model_type=model_type)
 
 
-def write_small(folder: Path, run: OpenedRun, translation: Translation, dtype: str) -> list[str]:
-    """All files but the weights; returns their names. Raises OSError."""
+def write_small(folder: Path, run: OpenedRun, translation: Translation, dtype: str) -> dict[str, int]:
+    """All files but the weights; returns their names and bytes. Raises OSError."""
     end = run.tokenizer.end_of_text
     special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
     spec, end_token = plain_tokenizer(run)
@@ -130,9 +131,10 @@ def write_small(folder: Path, run: OpenedRun, translation: Translation, dtype: s
             "clean_up_tokenization_spaces": False,
         },
     }
-    for name, content in contents.items():
-        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return list(contents)
+    return {
+        name: write_file(folder / name, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())["bytes"]
+        for name, content in contents.items()
+    }
 
 
 def plain_tokenizer(run: OpenedRun) -> tuple[dict, str]:
@@ -146,7 +148,32 @@ def plain_tokenizer(run: OpenedRun) -> tuple[dict, str]:
     entry = next((entry for entry in added if entry["content"] == end_token), None)
     if entry is None:
         entry = {"id": run.tokenizer.end_of_text, "content": end_token}
-        added.append(entry | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True})
+        added.append(
+            entry | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+        )
     else:
         entry["special"] = True
     return spec, end_token
+
+
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def takes_its_own_tokenizer(run: OpenedRun, model_type: str) -> bool:
+    """Whether transformers 5 replaces this tokenizer: of every qwen2 folder it takes vocabulary and merges alone, whatever
+    class tokenizer_config.json names, and cuts words as Qwen2 does (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS)."""
+    if model_type != "qwen2":
+        return False
+    spec = json.loads(run.tokenizer.to_json())
+    steps = (spec.get("pre_tokenizer") or {}).get("pretokenizers") or [{}, {}]
+    wanted = [
+        spec["model"].get("type") == "BPE",
+        not spec["model"].get("byte_fallback"),
+        (spec.get("normalizer") or {}).get("type") == "NFC",
+        [step.get("type") for step in steps] == ["Split", "ByteLevel"],
+        steps[0].get("pattern") == {"Regex": QWEN2_WORDS},
+        not steps[-1].get("use_regex", True) and not steps[-1].get("add_prefix_space", True),
+    ]
+    return not all(wanted)

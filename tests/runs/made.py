@@ -13,13 +13,13 @@ from parallel_attn import AxisGroup
 from tests.training.composed import SMALL, composed
 
 
-def made_run(folder: Path, *overrides: str, tokenizer=None, vocab_size: int = 257) -> Path:
-    """A run folder of a small model (seed 0), its weights scaled so that logits are of order one."""
+def made_run(folder: Path, *overrides: str, tokenizer=None, vocab_size: int = 257, scale: float = 8.0) -> Path:
+    """A run folder of a small model (seed 0), its tables times `scale`, so that logits are of order one."""
     tokenizer = tokenizer or ByteTokenizer()
     config = with_vocabulary(parse(composed(*SMALL, *overrides)), vocab_size)
     model = build_model(config, AxisGroup(), "cpu")
     tensors = (
-        (f"master/{name}", parameter.detach() * (8.0 if name in ("embedding.weight", "head.weight") else 1.0))
+        (f"master/{name}", parameter.detach() * (scale if name in ("embedding.weight", "head.weight") else 1.0))
         for name, parameter in model.named_parameters()
     )
     plain = plain_config(config)
