@@ -47,7 +47,8 @@ class Sampling:
         """logits (B, V) -> tokens (B,) int64 on their device. numbers: of the prompts; position: tokens drawn before."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        wide = logits.detach().to("cpu", torch.float64) / self.temperature
+        wide = logits.detach().to("cpu", torch.float64)
+        wide = (wide - wide.amax(-1, keepdim=True)) / self.temperature  # at most 0: no temperature is too small
         tokens = None
         if self.top_k or self.top_p < 1:
             wide, tokens = wide.topk(self.top_k or wide.shape[-1], dim=-1)  # sorted, the likeliest first

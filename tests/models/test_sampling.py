@@ -66,6 +66,13 @@ def test_tokens_of_no_weight_never_come():
         assert {sampling.pick(logits, [0], position).item() for position in range(200)} == {1, 3}
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-310, 5e-324])
+def test_towards_zero_it_is_greedy(temperature):
+    logits = torch.tensor([[30.0, -1e4, 30.5, 2.0], [-5.0, -6.0, -7.0, -math.inf]])
+    for settings in ({}, {"top_k": 3}, {"top_p": 0.5}):
+        assert Sampling(temperature=temperature, **settings).pick(logits, [0, 1], 0).tolist() == [2, 0]
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
