@@ -120,6 +120,8 @@ def write_json(settings: Settings, content: Any) -> None:
     if "--json" in settings.given:
         path = settings.text("--json")
         try:
-            Path(path).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+            # A prompt may hold bytes that are no UTF-8: they come as lone surrogates, which JSON can escape.
+            Path(path).write_bytes(text.encode("utf-8", "backslashreplace"))
         except OSError as error:
             raise SettingsError(f"--json {path} cannot be written ({error.strerror})") from error

@@ -80,6 +80,7 @@ def export(arguments: Sequence[str]) -> None:
     if most is None or most < 1:
         raise SettingsError(f"max_file_bytes={most} must be at least 1")
     translation = translated(run, settings.text("model_type", "") or None)
+    run.verify()
     temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         temporary.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import torch
 
 from parallel_attn import mesh as meshes
 from parallel_attn.checkpoint import Exchange
-from parallel_attn.errors import CheckpointError, PeerLost, SettingsError
+from parallel_attn.errors import CheckpointError, PeerLost, SettingsError, keys_renamed
 from parallel_attn.mesh import AxisGroup, Mesh
 from parallel_attn.models import Sampling, generate
 from parallel_attn.models.generation import room
@@ -81,7 +82,8 @@ def main(arguments: Sequence[str]) -> None:
         exits.leave_with_line(error)
     except KeyboardInterrupt:
         sys.stdout.flush()
-        print("\ninterrupted", file=sys.stderr, flush=True)
+        if meshes.launcher_ranks()[1] == 0:
+            print("\ninterrupted", file=sys.stderr, flush=True)
         exits.leave(130)
     except BrokenPipeError:  # whoever read the text has seen enough
         sys.stderr.close()
@@ -111,14 +113,16 @@ def prepare(arguments: Sequence[str]) -> Job:
     )
     most = settings.number("max_new_tokens", 128)
     if most is None or most < 0:
-        raise SettingsError(f"max_new_tokens={most} must be 0 or more")
+        raise SettingsError(f"max_new_tokens={'null' if most is None else most} must be 0 or more")
     dtype = DTYPES[settings.choice("dtype", list(DTYPES), "float32")] if "dtype" in settings.given else None
     run = open_run(settings.text("run"))
     model = run.build(AxisGroup(None, rank % tensor, tensor))
     texts = prompts_of(settings)
     prompts = [encoded(run, text) for text in texts]
     sampling.check_vocabulary(run.tokenizer.vocab_size)
-    room(model, prompts, run.length, run.tokenizer.vocab_size)
+    for text, prompt in zip(texts, prompts):
+        with keys_renamed({"prompt:": f"prompt={text[:40]!a}:"}):
+            room(model, [prompt], run.length, run.tokenizer.vocab_size)
     return Job(settings, run, texts, prompts, sampling, most, dtype, device, data, tensor)
 
 
@@ -126,6 +130,8 @@ def prompts_of(settings: Settings) -> list[str]:
     """Raises SettingsError where there is none, or an empty one."""
     texts = settings.texts("prompt")
     for path in settings.texts("prompt_file"):
+        if Path(path).exists() and not Path(path).is_file() and meshes.launcher_ranks()[2] > 1:
+            raise SettingsError(f"prompt_file={path} can be read by one process only: give a file, or prompt=TEXT")
         try:
             texts.append(Path(path).read_bytes().decode("utf-8", "surrogateescape"))
         except OSError as error:
@@ -147,9 +153,8 @@ def encoded(run: OpenedRun, text: str) -> list[int]:
     except ValueError as error:  # SettingsError too: the tokenizer says what it cannot encode
         raise SettingsError(f"prompt={shown} cannot be encoded: {error}") from error
     if lacking is not None:
-        raise SettingsError(
-            f"prompt={shown} holds {lacking!r} (U+{ord(lacking):04X}), which the tokenizer of the run lacks: leave it out"
-        )
+        number = f" (U+{ord(lacking):04X})" if len(lacking) == 1 else ""
+        raise SettingsError(f"prompt={shown} holds {lacking!r}{number}, which the tokenizer of the run lacks: leave it out")
     if not ids:
         raise SettingsError(f"prompt={shown} gives no token: give at least one character that the tokenizer keeps")
     return ids
@@ -165,6 +170,7 @@ def _is_utf8(content: bytes) -> bool:
 
 def work(job: Job, mesh: Mesh) -> None:
     """The part that all ranks do together: each replica its prompts, the first one streaming a single one."""
+    job.run.verify(mesh)
     model = job.run.model(mesh.tensor, mesh.device, job.dtype)
     tokenizer = job.run.tokenizer
     mine = range(mesh.data.rank, len(job.prompts), mesh.data.degree)
@@ -208,10 +214,10 @@ def tell(job: Job, mesh: Mesh, reports: list[dict], *, shown: bool) -> None:
     rows = sorted(row for report in reports for row in report["rows"])
     results = []
     for number, tokens, reason in rows:
-        text = job.run.tokenizer.decode(tokens).decode("utf-8", "replace")
+        text = TextStream(job.run.tokenizer, job.prompts[number]).whole(tokens)
         if not shown:
             if len(rows) > 1:
-                print(f"--- prompt {number + 1}: {reason}", flush=True)
+                show(f"--- prompt {number + 1}: {reason}\n")
             show(job.texts[number] + text + "\n")
         results.append({"prompt": job.texts[number], "text": text, "tokens": tokens, "reason": reason})
     count, seconds = sum(len(row[1]) for row in rows), max(report["seconds"] for report in reports)
@@ -228,8 +234,15 @@ def tell(job: Job, mesh: Mesh, reports: list[dict], *, shown: bool) -> None:
 
 
 def show(text: str) -> None:
-    """On stdout at once, whatever its encoding can say."""
-    if text:
-        encoding = sys.stdout.encoding or "utf-8"
+    """On stdout at once, whatever its encoding can say. Raises BrokenPipeError when nobody reads it; but where other ranks
+    are in the middle of the same work, the rest goes unread."""
+    if not text:
+        return
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
+    except BrokenPipeError:
+        if meshes.launcher_ranks()[2] == 1:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

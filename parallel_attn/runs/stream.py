@@ -33,6 +33,10 @@ class TextStream:
         text = self._tell(self.tokenizer.decode(self.ids[: self.told]), self.tokenizer.decode(self.ids))
         return text + self.decoder.decode(b"", final=True)
 
+    def whole(self, tokens: Sequence[int]) -> str:
+        """The text of all tokens, as it would come one by one."""
+        return "".join([self.feed(token) for token in tokens]) + self.end()
+
     def _tell(self, before: bytes, whole: bytes) -> str:
         self.ids, self.told = self.ids[-CONTEXT_TOKENS:], min(len(self.ids), CONTEXT_TOKENS)
         return self.decoder.decode(whole[len(before) :])

@@ -11,6 +11,7 @@ from parallel_attn.runs import open_run
 from parallel_attn.runs.generate import main
 from parallel_attn.runs.stream import TextStream
 from tests.command import ROOT, execute
+from tests.data.tokenizer_files import kinds
 from tests.runs.made import made_run
 
 
@@ -63,7 +64,7 @@ def test_sampling_repeats_by_its_seed(run_dir, capsys):
     [
         (["prompt="], "prompt is empty"),
         ([], "prompt is missing"),
-        (["prompt=" + "a" * 33], "it has 33 tokens, the model's longest sequence 32"),
+        (["prompt=b", "prompt=" + "a" * 33], "prompt='aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa': it has 33 tokens, the model's longest sequence 32"),
         (["prompt=a", "temperature=-1"], "temperature=-1.0"),
         (["prompt=a", "temperature=warm"], "temperature=warm must be a number"),
         (["prompt=a", "top_k=258"], "top_k=258 is above the vocabulary of 257"),
@@ -106,6 +107,47 @@ def test_characters_that_the_tokenizer_lacks(capsys, tmp_path):
     assert code == 0 and out.startswith("abba")
 
 
+def test_bytes_that_are_no_text_and_texts_in_json(run_dir, capsys, tmp_path):
+    path = tmp_path / "o.json"
+    code, out, _ = outcome(capsys, f"run={run_dir}", "prompt=a\udcffb日", "max_new_tokens=3", "--json", str(path))
+    assert code == 0 and out.startswith("a?b日")
+    assert json.loads(path.read_bytes())["results"][0]["prompt"] == "a\udcffb日"
+
+
+def test_damaged_weights_are_not_read(capsys, tmp_path):
+    folder = made_run(tmp_path / "run")
+    (weights,) = folder.glob("checkpoints/step-*/*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-6] ^= 0x40
+    weights.write_bytes(content)
+    code, out, err = outcome(capsys, f"run={folder}", "prompt=a")
+    assert code == 1 and not out and err.count("\n") == 1 and "is damaged: the checksum of master/" in err
+
+
+def test_words_stand_apart_from_the_prompt(capsys, tmp_path):
+    """Of tokenizers that put spaces by what stands before, also where a text is not streamed."""
+    text = kinds()["t5"]
+    tokenizer = FileTokenizer(text, label="tokenizer.path=x")
+    (tmp_path / "tokenizer.json").write_text(text)
+    overrides = ("tokenizer=file", f"tokenizer.path={tmp_path}/tokenizer.json")
+    run_dir = made_run(tmp_path / "run", *overrides, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
+    arguments = [f"run={run_dir}", "prompt=the", "max_new_tokens=12", "temperature=9", "seed=22", "--json"]
+    _, alone, _ = outcome(capsys, *arguments, str(tmp_path / "one.json"))
+    _, both, _ = outcome(capsys, *arguments, str(tmp_path / "two.json"), "prompt=dog")
+    one, two = (json.loads((tmp_path / name).read_text())["results"][0] for name in ("one.json", "two.json"))
+    assert alone.startswith("the ")
+    assert one == two and alone == "the" + one["text"] + "\n" and both.split("\n")[1] == alone.strip("\n")
+    ids = [*tokenizer.encode(b"the").tolist(), *one["tokens"]]
+    assert alone == tokenizer.decode(ids).decode() + "\n"
+
+
+def test_a_stream_is_for_one_process(run_dir, capsys, monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = outcome(capsys, f"run={run_dir}", "prompt_file=/dev/null")
+    assert code == 2 and err == "error: prompt_file=/dev/null can be read by one process only: give a file, or prompt=TEXT\n"
+
+
 def test_a_character_is_printed_when_it_is_whole():
     from parallel_attn.data import ByteTokenizer
 
@@ -139,3 +181,13 @@ def test_under_torchrun_two_replicas_of_two(run_dir, tmp_path, capsys):
 def test_bad_input_ends_all_ranks(run_dir, tmp_path):
     wrong = execute([*TORCHRUN, f"run={run_dir}", "prompt="], cwd=tmp_path, timeout=120, env=ENVIRONMENT)
     assert wrong.returncode != 0 and wrong.stderr.count("error: prompt is empty") == 1
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_ends_no_rank(tmp_path):
+    """`| head` under torchrun: the first rank finds nobody to tell, the others must not find it gone."""
+    run_dir = made_run(tmp_path / "run", "train.seq_len=1024")
+    command = [*TORCHRUN[:5], "2", *TORCHRUN[6:], f"run={run_dir}", "prompt=ab", "max_new_tokens=1000", "temperature=9"]
+    piped = ["bash", "-c", '"$@" | head -c 3; exit ${PIPESTATUS[0]}', "-", *command]
+    done = execute(piped, cwd=tmp_path, timeout=120, env=ENVIRONMENT)
+    assert done.returncode == 0 and done.stdout.startswith("ab") and "Traceback" not in done.stderr, done.stderr
