@@ -137,3 +137,25 @@ def test_no_key_of_the_readme_is_unknown():
         known |= set(_keys(composed(*choices)))
     written = set(re.findall(r"\b((?:model|attention|data|tokenizer|engine|train|optimizer|schedule|eval|tracking|parallel)\.[\w.]+)=", README))
     assert written and written <= known, written - known
+
+
+STORY = re.compile(r"^    ((?:parallel-attn (?:generate|export|convert)|python train.py checkpoint.resume).*?)(?:  +#.*)?$", re.M)
+
+
+@pytest.mark.slow
+def test_what_comes_after_training_as_written(tmp_path):
+    """Generate, export, import, conversion: the README's commands in their order, on a run of the default model."""
+    shutil.copy(ROOT / "README.md", tmp_path / "corpus.txt")
+    lines = STORY.findall(README)
+    assert len(lines) == 7, lines
+    environment = {"PYTHONPATH": str(ROOT)}
+    cli, train = [sys.executable, "-m", "parallel_attn.cli"], [sys.executable, str(ROOT / "train.py")]
+    made = execute([*train, "attention=mha", "run_dir=runs/a", *SHORT], cwd=tmp_path, timeout=200, env=environment)
+    assert made.returncode == 0, made.stderr
+    for line in lines:
+        words = shlex.split(line.replace("hf_model=DIR", "hf_model=hf_model"))
+        short = [*SHORT, "train.global_batch_size=2"] if words[0] == "python" else []
+        command = [*train, *words[2:], *short] if words[0] == "python" else [*cli, *words[1:]]
+        result = execute(command, cwd=tmp_path, timeout=200, env=environment)
+        assert result.returncode == 0, (line, result.stderr)
+        assert "error" not in result.stderr.lower(), result.stderr

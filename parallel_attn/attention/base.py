@@ -229,7 +229,10 @@ class Attention(ShardedModule, ABC):
             raise ValueError("attention.causal=false: with a cache no token could see those after it")
         if given.document_ids is not None:
             raise ValueError("document_ids with a cache: one document is generated at a time, leave them out")
-        cache.check(self.cache_shapes(), self.config.window, x.shape[0], x.shape[1])
+        if cache.owner is not self:
+            cache.check_layer(self.cache_shapes(), self.config.window)
+            cache.owner = self
+        cache.check_room(x.shape[0], x.shape[1])
         if given.positions is None:
             given.positions = cache.span(x.shape[1], given.key_padding_mask)
 

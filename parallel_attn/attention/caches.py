@@ -49,6 +49,7 @@ class Cache:
                 name: torch.empty((batch, *shape[:-1], self.capacity, shape[-1]), device=device, dtype=dtype)
                 for name, shape in self.shapes.items()
             }
+        self.owner: object = None  # the layer that it was last found to fit
         self.reset()
 
     def reset(self) -> None:
@@ -65,12 +66,15 @@ class Cache:
         """Of the live tensors, for one row and one token that is kept."""
         return self.bytes() / (self.batch * self.capacity)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], window: int | None, batch: int, tokens: int) -> None:
-        """Raises ValueError where a layer that keeps `shapes` cannot put `tokens` more into each of `batch` rows."""
+    def check_layer(self, shapes: Mapping[str, tuple[int, ...]], window: int | None) -> None:
+        """Raises ValueError for a layer that keeps other `shapes`, or another window."""
         if self.shapes != shapes or self.window != window:
             mine = f"{self.shapes}" + (f" in a window of {self.window}" if self.window else "")
             wanted = f"{dict(shapes)}" + (f" in a window of {window}" if window else "")
             raise ValueError(f"cache of another layer: it keeps {mine}, this one needs {wanted}")
+
+    def check_room(self, batch: int, tokens: int) -> None:
+        """Raises ValueError where `tokens` more of each of `batch` rows cannot be put in."""
         if self.batch != batch:
             raise ValueError(f"cache for {self.batch} rows, given {batch}: make another one, or reset and use as many")
         if self.length + tokens > self.slots:
@@ -96,29 +100,32 @@ class Cache:
         if torch.is_grad_enabled() and any(part.requires_grad for part in new.values()):
             raise ValueError("a cache keeps no graph: generate under torch.no_grad() or torch.inference_mode()")
         tokens = next(iter(new.values())).shape[1]
-        self._count(tokens, key_padding_mask)
+        if self.seen is not None or key_padding_mask is not None:
+            self._count(tokens, key_padding_mask)
         start, self.length = self.length, self.length + tokens
         if self.length <= self.capacity:
-            where, visible = slice(start, self.length), self.length
+            first, visible = start, self.length
         elif tokens == 1:  # one slot of the ring: with all of it in sight its order does not matter
-            where, visible = slice(start % self.capacity, start % self.capacity + 1), self.capacity
+            first, visible = start % self.capacity, self.capacity
         else:
             return self._past_the_ring(new, key_padding_mask, start)
         found = []
         for name, part in new.items():
             kept = self.tensors[name]
-            along = kept.dim() - 2
-            kept[(slice(None),) * along + (where,)] = part.transpose(1, along)
-            found.append(kept.narrow(along, 0, visible).transpose(1, along))
+            if kept.dim() == 4:
+                kept.narrow(2, first, tokens).copy_(part.transpose(1, 2))
+                found.append(kept.narrow(2, 0, visible).transpose(1, 2))
+            else:
+                kept.narrow(1, first, tokens).copy_(part)
+                found.append(kept.narrow(1, 0, visible))
         if self.real is None:
             return found, None
-        self.real[:, where] = True if key_padding_mask is None else key_padding_mask
+        self.real[:, first : first + tokens] = True if key_padding_mask is None else key_padding_mask
         return found, self.real[:, :visible]
 
     def _count(self, tokens: int, key_padding_mask: Tensor | None) -> None:
         if key_padding_mask is None:
-            if self.seen is not None:
-                self.seen = self.seen + tokens
+            self.seen = self.seen + tokens
             return
         if self.seen is None:
             device = key_padding_mask.device

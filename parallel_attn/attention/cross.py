@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel_attn.attention.caches import Cache
 from parallel_attn.attention.config import AttentionConfig, refuse_touched
-from parallel_attn.attention.given import Given, without_padding
+from parallel_attn.attention.given import Given, by_head, without_padding
 from parallel_attn.attention.grouped import GroupedConfig, GroupedQueryAttention
 from parallel_attn.errors import SettingsError
 from parallel_attn.nn.linear import ColumnParallelLinear, column_parallel
@@ -91,11 +91,12 @@ class CrossAttention(GroupedQueryAttention):
         if filled != (memory is None):
             raise ValueError("cross attention reads memory, or a cache that was filled with it: give one of them")
         if cache is not None:
-            cache.check(self.cache_shapes(), self.config.window, x.shape[0], 0 if filled else memory.shape[1])
+            cache.check_layer(self.cache_shapes(), self.config.window)
+            cache.check_room(x.shape[0], 0 if filled else memory.shape[1])
         q, *gate = column_parallel(x, [self.q, *self.gates])
         if filled:
             (k, v), given.key_padding_mask = cache.contents()
-            q, _ = self.normalized(q.unflatten(-1, (-1, self.head_dim)), None)
+            q, _ = self.normalized(by_head(q, self.head_dim), None)
         else:
             k, v = column_parallel(without_padding(memory, key_padding_mask), self.memory_readers)
             q, k, v = self.heads(q, k, v)

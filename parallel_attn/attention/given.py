@@ -43,3 +43,8 @@ def without_padding(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 def with_rope_key(nope: Tensor, rope_key: Tensor) -> Tensor:
     """Keys without positions (B, T, K_local, N) and the turned rope key that they share (B, T, R) -> (B, T, K_local, N + R)."""
     return torch.cat([nope, rope_key.unsqueeze(2).expand(*nope.shape[:3], -1)], dim=-1)
+
+
+def by_head(x: Tensor, width: int) -> Tensor:
+    """(B, S, heads * width) -> (B, S, heads, width)."""
+    return x.reshape(x.shape[0], x.shape[1], x.shape[2] // width, width)  # (`unflatten` is several times as much Python)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel_attn.attention.base import Attention
 from parallel_attn.attention.config import AttentionConfig
-from parallel_attn.attention.given import Given
+from parallel_attn.attention.given import Given, by_head
 from parallel_attn.collectives import copy, reduce
 from parallel_attn.nn.linear import column_parallel
 from parallel_attn.nn.norm import HeadGain, RMSNorm, at_least_float32
@@ -80,8 +80,8 @@ class GroupedQueryAttention(Attention):
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, S, H_local E), (B, T, K_local E), (B, T, K_local Ev) -> by head, q and k normed."""
-        q, k = self.normalized(q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim)))
-        return q, k, v.unflatten(-1, (-1, self.v_head_dim))
+        q, k = self.normalized(by_head(q, self.head_dim), by_head(k, self.head_dim))
+        return q, k, by_head(v, self.v_head_dim)
 
     def normalized(self, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """q (B, S, H_local, E), k (B, T, K_local, E) or None after the q/k norms, if any."""

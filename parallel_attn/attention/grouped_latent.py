@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel_attn.attention.config import refuse_touched
-from parallel_attn.attention.given import Given, with_rope_key
+from parallel_attn.attention.given import Given, by_head, with_rope_key
 from parallel_attn.attention.latent import LatentAttention, LatentConfig
 from parallel_attn.nn.linear import HeadLinear, column_parallel
 from parallel_attn.nn.norm import HeadGain, at_least_float32, rms_norm
@@ -70,7 +70,7 @@ class GroupedLatentAttention(LatentAttention):
             q_latent = [self.q_a_norm(part) for part in q_latent] if self.config.latent_norm else q_latent
             (q,) = column_parallel(*self.head_local(q_latent), [self.q_b], summed=False)
         q, rope_key = self.queries(q, given), [self.turned_rope_key(part, given) for part in rope_key]
-        latents = self.normed(latents.unflatten(-1, (-1, self.latent_dim)))
+        latents = self.normed(by_head(latents, self.latent_dim))
         decoding = given.decoding(x.shape[1])
         if given.cache is not None:
             seen, *seen_key = given.seen(latents=latents, **({"rope_key": rope_key[0]} if rope_key else {}))

@@ -51,6 +51,9 @@ def attend(
     key_padding_mask (B, T) bool, True where the key is real; document_ids (B, T) integers: attention stays inside
     equal ids (the last S of them are the queries').
     """
+    plain = key_padding_mask is None and document_ids is None and soft_cap is None and dropout is None
+    if plain and q.shape[1] == 1 and causal and (window is None or window >= k.shape[1]) and q.shape[0]:
+        return fused(q, k, v, scale=scale, sinks=sinks)  # a token of generation sees all keys
     settings = {"scale": scale, "causal": causal, "sinks": sinks, "soft_cap": soft_cap, "dropout": dropout}
     batch, keys = k.shape[:2]
     rows = None if dropout is None else dropout.keys
@@ -99,6 +102,9 @@ def fused(
     if sinks is not None:
         q, k, v, mask = _with_sink(q, k, v, mask, sinks / scale, causal)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    folded = q.shape[2] == 1 and k.shape[1] != q.shape[1]
+    if folded:  # one query: the heads of a group are the queries of its key, half the time on CPU
+        q = q.reshape(q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[-1])
     some_key = None
     if mask is not None:
         if sinks is None:  # otherwise every row has its sink
@@ -113,7 +119,11 @@ def fused(
     )
     if some_key is not None:
         out = out.masked_fill(~some_key.unsqueeze(1), 0)
-    out = out.transpose(1, 2)[..., :value_width]
+    if folded:
+        out = out.flatten(1, 2).unsqueeze(2)
+    out = out.transpose(1, 2)
+    if out.shape[-1] != value_width:
+        out = out[..., :value_width]
     return out[:, 1:] if sinks is not None and causal else out
 
 

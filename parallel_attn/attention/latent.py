@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel_attn.attention.base import Attention
 from parallel_attn.attention.config import AttentionConfig, check_choice, refuse_touched
-from parallel_attn.attention.given import Given, with_rope_key
+from parallel_attn.attention.given import Given, by_head, with_rope_key
 from parallel_attn.collectives import all_gather_packed, copy
 from parallel_attn.errors import SettingsError
 from parallel_attn.nn.linear import ColumnParallelLinear, ReplicatedLinear, column_parallel
@@ -143,7 +143,7 @@ class LatentAttention(Attention):
 
     def queries(self, projected: Tensor, given: Given) -> Tensor:
         """(B, S, H_local (N + R)) -> (B, S, H_local, N + R), the rope part turned."""
-        q = projected.unflatten(-1, (-1, self.head_dim))
+        q = by_head(projected, self.head_dim)
         nope, rope = q.split([self.nope_dim, self.rope_dim], dim=-1)
         return torch.cat([nope, self.rotary(rope, given.positions)], dim=-1)
 
@@ -219,7 +219,7 @@ class MultiHeadLatentAttention(LatentAttention):
         if decoding:
             return self.output(self.absorbed(q, seen.unsqueeze(2), given), *by_heads or [None])
         (kv,) = column_parallel(latent, [self.kv_b], summed=False)
-        kv = kv.unflatten(-1, (-1, self.nope_dim + self.v_head_dim))
+        kv = by_head(kv, self.nope_dim + self.v_head_dim)
         return self.output(self.expanded(q, kv, rope_key, given), *by_heads or [None])
 
     def cache_shapes(self, rank: int | None = None) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel_attn.attention.base import Attention
 from parallel_attn.attention.config import AttentionConfig
-from parallel_attn.attention.given import Given, with_rope_key
+from parallel_attn.attention.given import Given, by_head, with_rope_key
 from parallel_attn.attention.grouped import default_kv_heads
 from parallel_attn.errors import SettingsError
 from parallel_attn.nn.linear import column_parallel
@@ -65,7 +65,7 @@ class GroupedTiedAttention(Attention):
     def mix(self, x: Tensor, given: Given) -> Tensor:
         roped = [self.k_rope] if self.rope_dim else []
         q, tied, *rest = column_parallel(x, [self.q, self.kv, *roped, *self.gates])
-        q, tied = q.unflatten(-1, (-1, self.head_dim)), tied.unflatten(-1, (-1, self.head_dim))
+        q, tied = by_head(q, self.head_dim), by_head(tied, self.head_dim)
         if not self.rope_dim:
             (tied,) = given.seen(tied=tied)
             return self.output(self.core(q, tied, tied, given), *rest or [None])

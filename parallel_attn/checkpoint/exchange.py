@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,15 +20,16 @@ class Exchange:
 
     Each purpose has a gloo group of its own, so that it may be used in a thread beside training. The first one of a
     purpose is a collective over the world; later ones (the jobs of a sweep) share its group.
+    timeout: how long a rank waits for the others, set by the first one of a purpose; None: 30 minutes.
     """
 
-    def __init__(self, world: AxisGroup, purpose: str = "control") -> None:
+    def __init__(self, world: AxisGroup, purpose: str = "control", timeout: timedelta | None = None) -> None:
         self.rank, self.degree = world.rank, world.degree
         self.group: dist.ProcessGroup | None = None
         if world.degree > 1:
             key = world.group, purpose
             if key not in _groups:
-                _groups[key] = dist.new_group(backend="gloo")
+                _groups[key] = dist.new_group(backend="gloo", timeout=timeout)
             self.group = _groups[key]
 
     def gather(self, value: Any) -> list[Any]:

@@ -69,7 +69,7 @@ class TextTokenizer(Tokenizer):
         self._library = _library(spec, label)
         self._library.encode_special_tokens = True  # the library's word for: a special token in a text is text
         self._changes = spec["normalizer"]
-        self._unknown = _unknown(spec["model"], vocabulary)
+        self._unknown = vocabulary.get(spec["model"].get("unk_token"), spec["model"].get("unk_id"))
         used = json.dumps(spec, sort_keys=True) + f" end of text {self.end_of_text}, pieces of {PIECE_CHARACTERS}"
         self.fingerprint = f"{self.name}-{hashlib.sha256(used.encode()).hexdigest()[:32]}"
         self._token_bytes = _byte_level(spec, vocabulary, self.vocab_size)
@@ -150,8 +150,10 @@ class TextTokenizer(Tokenizer):
                 word = text[start:stop]
                 return next((character for character in word if self._unknown in self._ids(character)), word.strip() or word)
         for character in dict.fromkeys(text):
-            # Spaces, marks and controls are what tokenizers drop or fold on purpose.
-            if not character.isspace() and unicodedata.category(character)[0] not in "MC" and not self._ids(character):
+            if character.isspace() or unicodedata.category(character)[0] in "MC":
+                continue  # what tokenizers drop or fold on purpose
+            ids = self._ids(character)
+            if self._unknown not in ids and not self.decode(ids).strip():
                 return character
         return None
 
@@ -277,11 +279,6 @@ def _steps(part: dict | None) -> list[dict]:
         return []
     inner = part.get("pretokenizers") or part.get("normalizers")
     return [step for child in inner for step in _steps(child)] if inner else [part]
-
-
-def _unknown(model: dict, vocabulary: dict[str, int]) -> int | None:
-    """The token for what a model has no token for: Unigram names its id, the others its text."""
-    return model["unk_id"] if model.get("unk_id") is not None else vocabulary.get(model.get("unk_token"))
 
 
 def _types(part: dict) -> str:

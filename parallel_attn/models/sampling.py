@@ -44,11 +44,14 @@ class Sampling:
             raise SettingsError(f"top_k={self.top_k} is above the vocabulary of {tokens}: use at most {tokens}, or 0 for all")
 
     def pick(self, logits: Tensor, numbers: Sequence[int], position: int) -> Tensor:
-        """logits (B, V) -> tokens (B,) int64 on their device. numbers: of the prompts; position: tokens drawn before."""
+        """logits (B, V) -> tokens (B,) int64. numbers: of the prompts; position: tokens drawn before.
+
+        The likeliest is found where the logits are; a draw is made, and stays, on the CPU.
+        """
         if self.temperature == 0:
             return logits.argmax(-1)
         wide = logits.detach().to("cpu", torch.float64)
-        wide = (wide - wide.amax(-1, keepdim=True)) / self.temperature  # at most 0: no temperature is too small
+        wide = (wide - wide.amax(-1, keepdim=True)) / self.temperature  # at most 0: nothing overflows, however cold
         tokens = None
         if self.top_k or self.top_p < 1:
             wide, tokens = wide.topk(self.top_k or wide.shape[-1], dim=-1)  # sorted, the likeliest first
@@ -61,7 +64,7 @@ class Sampling:
         # The first token whose share of the whole reaches beyond the draw: never one of weight zero.
         index = torch.searchsorted(reached, drawn * reached[:, -1:], right=True).clamp_(max=wide.shape[-1] - 1)
         picked = index if tokens is None else tokens.gather(-1, index)
-        return picked.squeeze(-1).to(logits.device)
+        return picked.squeeze(-1)
 
 
 def uniform(seed: int, number: int, position: int) -> float:

@@ -68,9 +68,21 @@ def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear], *, summed
     kind = x.device.type  # (the meta device has no autocast to ask for)
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
+    if not torch.is_grad_enabled():
+        return tuple([_linear(x, layer.weight, layer.bias) for layer in layers])
     weights, biases = zip(*(layer.shared_weights() for layer in layers))
     axis = layers[0].tensor_axis if summed else AxisGroup()
     return _ColumnParallel.apply(x, axis, len(layers), *weights, *biases)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b in the dtype of x."""
+    dtype = x.dtype
+    if weight.dtype is not dtype:
+        weight = weight.to(dtype)
+    if bias is not None and bias.dtype is not dtype:
+        bias = bias.to(dtype)
+    return F.linear(x, weight, bias)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -83,10 +95,7 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         # Weights are saved as they are stored, not as they were cast: no second copy lives until backward.
         ctx.save_for_backward(x, *weights)
-        return tuple(
-            F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-            for weight, bias in zip(weights, biases)
-        )
+        return tuple(_linear(x, weight, bias) for weight, bias in zip(weights, biases))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -148,8 +157,8 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D_local) -> (..., F), replicated."""
-        y = reduce(F.linear(x, self.weight.to(x.dtype)), self.tensor_axis)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y, bias = reduce(_linear(x, self.weight, None), self.tensor_axis), self.bias
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 class ReplicatedLinear(ShardedModule):
@@ -176,7 +185,7 @@ class ReplicatedLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D), replicated -> (..., F), replicated."""
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return _linear(x, self.weight, self.bias)
 
 
 class HeadLinear(ColumnParallelLinear):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Optional
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -44,8 +45,12 @@ class RopeConfig:
         self.scaling = as_scaling(self.scaling)
 
 
-_KEPT: dict[tuple, tuple[Tensor, Tensor]] = {}
-"""(cos, sin) of positions 0, 1, 2, ... by rotary settings, device and precision."""
+class _Tables(dict):
+    """(cos, sin) of positions 0, 1, 2, ... by device and precision."""
+
+
+_SHARED: WeakValueDictionary[tuple, _Tables] = WeakValueDictionary()
+"""By rotary settings: all layers that have the same share one, and it goes with the last of them."""
 
 
 class Rotary:
@@ -88,7 +93,7 @@ class Rotary:
         self.width, self.theta, self.style, self.scaling = width, theta, style, scaling
         self.score_factor = 1.0 if scaling is None else scaling.score_factor
         self.frequencies(torch.device("cpu"))  # settings that do not fit each other stop here
-        self._key = (width, float(theta), repr(scaling))
+        self._kept = _SHARED.setdefault((width, float(theta), style, repr(scaling)), _Tables())
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians per token of each pair of dims, (R/2,), float64."""
@@ -107,14 +112,20 @@ class Rotary:
         factor = 1.0 if self.scaling is None else self.scaling.cos_sin_factor
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
+    def wide(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., R/2) -> (..., R): what a dim, and what its partner in the pair, is multiplied with."""
+        if self.style == "half":
+            return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        return torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2)
+
     def kept_tables(self, span: Span, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables of a span, out of those that all layers with the same settings share and that grow with what is asked."""
-        key = (*self._key, device, dtype == torch.float64)
-        kept = _KEPT.get(key)
+        """`wide` tables of a span, out of those that all layers with the same settings share and that grow with what is asked."""
+        key = device, dtype == torch.float64
+        kept = self._kept.get(key)
         if kept is None or kept[0].shape[0] < span.bound:
             with torch.inference_mode(False), torch.no_grad():
                 size = max(span.bound, 2 * kept[0].shape[0] if kept is not None else 0)  # doubling: seldom
-                kept = _KEPT[key] = self.tables(torch.arange(size, device=device), dtype)
+                kept = self._kept[key] = self.wide(*self.tables(torch.arange(size, device=device), dtype))
         if span.rows is not None:
             return kept[0][span.rows], kept[1][span.rows]
         return kept[0][span.first : span.first + length], kept[1][span.first : span.first + length]
@@ -133,14 +144,17 @@ class Rotary:
                 positions = torch.arange(first, first + x.shape[1], device=x.device) if positions.rows is None else positions.rows
             if positions.shape[-1] != x.shape[1]:  # a single one would be broadcast
                 raise ValueError(f"positions of shape {tuple(positions.shape)} for {x.shape[1]} tokens: needs (S,) or (B, S)")
-            cos, sin = self.tables(positions, x.dtype)
-        turned, rest = x[..., : self.width], x[..., self.width :]
-        turned = turned.to(cos.dtype)
+            cos, sin = self.wide(*self.tables(positions, x.dtype))
+        whole = self.width == x.shape[-1]
+        turned = x if whole else x[..., : self.width]
+        if turned.dtype is not cos.dtype:
+            turned = turned.to(cos.dtype)
         if self.style == "half":
             first, second = turned.chunk(2, dim=-1)
-            out = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+            partners = torch.cat([second, first], dim=-1)
         else:
-            first, second = turned[..., 0::2], turned[..., 1::2]
-            out = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
-        out = out.to(x.dtype)
-        return torch.cat([out, rest], dim=-1) if rest.shape[-1] else out
+            partners = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        out = turned * cos + partners * sin
+        if out.dtype is not x.dtype:
+            out = out.to(x.dtype)
+        return out if whole else torch.cat([out, x[..., self.width :]], dim=-1)

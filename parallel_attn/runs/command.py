@@ -119,9 +119,8 @@ def write_json(settings: Settings, content: Any) -> None:
     """For --json. Raises SettingsError."""
     if "--json" in settings.given:
         path = settings.text("--json")
-        try:
-            text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-            # A prompt may hold bytes that are no UTF-8: they come as lone surrogates, which JSON can escape.
-            Path(path).write_bytes(text.encode("utf-8", "backslashreplace"))
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        try:  # bytes of an argument that are no UTF-8 stay what they are to Python, escaped as JSON has it
+            Path(path).expanduser().write_bytes(text.encode("utf-8", "backslashreplace"))
         except OSError as error:
             raise SettingsError(f"--json {path} cannot be written ({error.strerror})") from error

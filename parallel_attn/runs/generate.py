@@ -7,20 +7,22 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 from parallel_attn import mesh as meshes
 from parallel_attn.checkpoint import Exchange
-from parallel_attn.errors import CheckpointError, PeerLost, SettingsError, keys_renamed
+from parallel_attn.errors import CheckpointError, Interrupted, PeerLost, SettingsError, keys_renamed
 from parallel_attn.mesh import AxisGroup, Mesh
 from parallel_attn.models import Sampling, generate
 from parallel_attn.models.generation import room
 from parallel_attn.runs.command import Settings, usage, write_json
 from parallel_attn.runs.opened import OpenedRun, open_run
-from parallel_attn.runs.stream import TextStream
+from parallel_attn.runs.stream import TextStream, text_after
 from parallel_attn.training import exits
+from parallel_attn.training.signals import Signals
 
 DESCRIPTION = """\
 Continues a prompt with the model of a run, token by token out of a cache. Works on any run, and on what `convert` wrote.
@@ -35,7 +37,7 @@ the encoder."""
 KEYS = {
     "run": "a run folder (its newest checkpoint) or one of its checkpoints",
     "prompt": "the text to go on from; several times: several prompts",
-    "prompt_file": "a file that holds a prompt (/dev/stdin works)",
+    "prompt_file": "a file that holds a prompt, to its last byte; -: standard input",
     "max_new_tokens": "tokens to come, at most (128); it ends earlier at an end of text or at the model's longest sequence",
     "temperature": "0 (the default): greedy; above: random, the higher the more",
     "top_k": "only the k likeliest tokens; 0 (the default): all",
@@ -45,9 +47,13 @@ KEYS = {
     "parallel.data": "replicas (1, or what parallel.tensor leaves)",
     "device": "auto, cpu or cuda (auto)",
     "dtype": "float32, bfloat16 or float64; default: the run's",
+    "compile": "true: torch.compile, for many tokens: faster each, after up to a minute once (false)",
     "--json": "FILE: write prompts, tokens, texts and numbers there",
 }
 HELP = usage("generate", DESCRIPTION, KEYS)
+STDIN = ("-", "/dev/stdin")
+REPLICAS_WAIT = timedelta(days=7)
+"""How long a replica that has ended waits for one that goes on."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -62,29 +68,28 @@ class Job:
     sampling: Sampling
     max_new_tokens: int
     dtype: torch.dtype | None
+    compiled: bool
     device: torch.device
     data: int
     tensor: int
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the command on every rank; leaves the process with 0, 1 (failed), 2 (settings) or 130 (Ctrl-C)."""
+    """Runs the command on every rank; leaves the process with 0, 1 (failed), 2 (settings), 130 (Ctrl-C) or 143 (SIGTERM)."""
     if not arguments or any(argument in ("-h", "--help") for argument in arguments):
         print(HELP)
         sys.exit(0 if arguments else exits.SETTINGS_EXIT)
     try:
-        job = prepare(arguments)
-        with meshes.peers_expected():
-            mesh = meshes.start(job.device, tensor=job.tensor, data=job.data)
-            work(job, mesh)
-        meshes.shutdown()
+        with Signals() as signals:
+            job = prepare(arguments)
+            with signals.peers_expected():
+                mesh = meshes.start(job.device, tensor=job.tensor, data=job.data)
+                work(job, mesh)
+                meshes.shutdown()
     except (SettingsError, CheckpointError) as error:
         exits.leave_with_line(error)
-    except KeyboardInterrupt:
-        sys.stdout.flush()
-        if meshes.launcher_ranks()[1] == 0:
-            print("\ninterrupted", file=sys.stderr, flush=True)
-        exits.leave(130)
+    except Interrupted as error:  # what was told stays: every token was flushed
+        exits.leave_interrupted(error)
     except BrokenPipeError:  # whoever read the text has seen enough
         sys.stderr.close()
         sys.exit(0)
@@ -115,6 +120,7 @@ def prepare(arguments: Sequence[str]) -> Job:
     if most is None or most < 0:
         raise SettingsError(f"max_new_tokens={'null' if most is None else most} must be 0 or more")
     dtype = DTYPES[settings.choice("dtype", list(DTYPES), "float32")] if "dtype" in settings.given else None
+    compiled = settings.choice("compile", ("true", "false"), "false") == "true"
     run = open_run(settings.text("run"))
     model = run.build(AxisGroup(None, rank % tensor, tensor))
     texts = prompts_of(settings)
@@ -123,17 +129,19 @@ def prepare(arguments: Sequence[str]) -> Job:
     for text, prompt in zip(texts, prompts):
         with keys_renamed({"prompt:": f"prompt={text[:40]!a}:"}):
             room(model, [prompt], run.length, run.tokenizer.vocab_size)
-    return Job(settings, run, texts, prompts, sampling, most, dtype, device, data, tensor)
+    return Job(settings, run, texts, prompts, sampling, most, dtype, compiled, device, data, tensor)
 
 
 def prompts_of(settings: Settings) -> list[str]:
     """Raises SettingsError where there is none, or an empty one."""
     texts = settings.texts("prompt")
     for path in settings.texts("prompt_file"):
-        if Path(path).exists() and not Path(path).is_file() and meshes.launcher_ranks()[2] > 1:
-            raise SettingsError(f"prompt_file={path} can be read by one process only: give a file, or prompt=TEXT")
+        stream = path in STDIN or (Path(path).exists() and not Path(path).is_file())
+        if stream and meshes.launcher_ranks()[2] > 1:
+            raise SettingsError(f"prompt_file={path}: several processes cannot share it, give prompt=TEXT or a file")
         try:
-            texts.append(Path(path).read_bytes().decode("utf-8", "surrogateescape"))
+            content = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
+            texts.append(content.decode("utf-8", "surrogateescape"))
         except OSError as error:
             raise SettingsError(f"prompt_file={path} cannot be read ({error.strerror})") from error
     if not texts:
@@ -170,6 +178,7 @@ def _is_utf8(content: bytes) -> bool:
 
 def work(job: Job, mesh: Mesh) -> None:
     """The part that all ranks do together: each replica its prompts, the first one streaming a single one."""
+    results = Exchange(mesh.world, "generated", REPLICAS_WAIT)
     job.run.verify(mesh)
     model = job.run.model(mesh.tensor, mesh.device, job.dtype)
     tokenizer = job.run.tokenizer
@@ -184,27 +193,31 @@ def work(job: Job, mesh: Mesh) -> None:
             show(stream.feed(tokens[0]))
 
     began = time.perf_counter()
-    made = generate(
-        model,
-        [job.prompts[i] for i in mine],
-        seq_len=job.run.length,
-        max_new_tokens=job.max_new_tokens,
-        sampling=job.sampling,
-        end_of_text=tokenizer.end_of_text,
-        vocab_size=tokenizer.vocab_size,
-        numbers=list(mine),
-        on_tokens=on_tokens if streaming else None,
-    )
+    try:
+        made = generate(
+            model,
+            [job.prompts[i] for i in mine],
+            seq_len=job.run.length,
+            max_new_tokens=job.max_new_tokens,
+            sampling=job.sampling,
+            end_of_text=tokenizer.end_of_text,
+            vocab_size=tokenizer.vocab_size,
+            numbers=list(mine),
+            on_tokens=on_tokens if streaming else None,
+            compiled=job.compiled,
+        )
+    finally:  # also when a signal ends it
+        if streaming:
+            show(stream.end() + "\n")
     seconds = time.perf_counter() - began
-    if streaming:
-        show(stream.end() + "\n")
     first = mesh.tensor.rank == 0
     report = {
         "rows": [[i, c.tokens, c.reason] for i, c in zip(mine, made.continuations)] if first else [],
         "seconds": seconds,
-        "cache": made.cache_bytes_per_token,
+        "cache_bytes": made.cache_bytes,
+        "cache_bytes_per_token": made.cache_bytes_per_token,
     }
-    tell(job, mesh, Exchange(mesh.world).gather(report), shown=streaming)
+    tell(job, mesh, results.gather(report), shown=streaming)
 
 
 def tell(job: Job, mesh: Mesh, reports: list[dict], *, shown: bool) -> None:
@@ -214,28 +227,28 @@ def tell(job: Job, mesh: Mesh, reports: list[dict], *, shown: bool) -> None:
     rows = sorted(row for report in reports for row in report["rows"])
     results = []
     for number, tokens, reason in rows:
-        text = TextStream(job.run.tokenizer, job.prompts[number]).whole(tokens)
+        text = text_after(job.run.tokenizer, job.prompts[number], tokens)
         if not shown:
             if len(rows) > 1:
                 show(f"--- prompt {number + 1}: {reason}\n")
             show(job.texts[number] + text + "\n")
         results.append({"prompt": job.texts[number], "text": text, "tokens": tokens, "reason": reason})
     count, seconds = sum(len(row[1]) for row in rows), max(report["seconds"] for report in reports)
-    cache = max(report["cache"] for report in reports)
+    caches = {key: max(report[key] for report in reports) for key in ("cache_bytes", "cache_bytes_per_token")}
     reasons = " and ".join(dict.fromkeys(row[2] for row in rows))
     speed = f" in {seconds:.2f} s ({count / seconds:,.0f} tokens/s)" if seconds > 0 else ""
-    print(f"{count} tokens{speed}, stopped at: {reasons}; cache: {cache:,.0f} bytes per token and rank", file=sys.stderr)
+    cache = f"{caches['cache_bytes_per_token']:,.0f} bytes per token and rank"
+    print(f"{count} tokens{speed}, stopped at: {reasons}; cache: {cache}", file=sys.stderr)
     if any(row[2] == "length" for row in rows):
         length = job.run.length
         print(f"note: the model was trained on sequences of {length} tokens: no more came out", file=sys.stderr, flush=True)
-    numbers = {"seconds": seconds, "tokens": count, "cache_bytes_per_token": cache}
+    numbers = {"seconds": seconds, "tokens": count, "tokens_per_second": count / max(seconds, 1e-9), **caches}
     layout = {"tensor": mesh.tensor.degree, "data": mesh.data.degree, "step": job.run.checkpoint.step}
     write_json(job.settings, {"results": results, **numbers, **layout, "sampling": vars(job.sampling)})
 
 
 def show(text: str) -> None:
-    """On stdout at once, whatever its encoding can say. Raises BrokenPipeError when nobody reads it; but where other ranks
-    are in the middle of the same work, the rest goes unread."""
+    """On stdout at once, whatever its encoding can say. Raises BrokenPipeError where nobody reads on and no rank waits."""
     if not text:
         return
     encoding = sys.stdout.encoding or "utf-8"
@@ -245,4 +258,4 @@ def show(text: str) -> None:
     except BrokenPipeError:
         if meshes.launcher_ranks()[2] == 1:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout = open(os.devnull, "w")  # the other ranks would take an end for a loss

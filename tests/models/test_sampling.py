@@ -45,7 +45,8 @@ def test_top_p_keeps_the_fewest_that_reach_it():
 def test_greedy():
     assert Sampling().pick(LOGITS.unsqueeze(0), [0], 0).item() == 1
     assert Sampling(temperature=1.0, top_k=1, seed=9).pick(LOGITS.unsqueeze(0), [0], 0).item() == 1
-    assert drawn(Sampling(temperature=1e-8), 50)[1] == 1
+    for cold in (1e-8, 1e-310, 5e-324):  # logits divided by the smallest are infinite
+        assert drawn(Sampling(temperature=cold), 50)[1] == 1
 
 
 def test_a_draw_depends_on_seed_prompt_and_position_only():
@@ -64,13 +65,6 @@ def test_tokens_of_no_weight_never_come():
     for settings in ({}, {"top_k": 4}, {"top_p": 0.999}):
         sampling = Sampling(temperature=1.0, **settings)
         assert {sampling.pick(logits, [0], position).item() for position in range(200)} == {1, 3}
-
-
-@pytest.mark.parametrize("temperature", [1e-3, 1e-310, 5e-324])
-def test_towards_zero_it_is_greedy(temperature):
-    logits = torch.tensor([[30.0, -1e4, 30.5, 2.0], [-5.0, -6.0, -7.0, -math.inf]])
-    for settings in ({}, {"top_k": 3}, {"top_p": 0.5}):
-        assert Sampling(temperature=temperature, **settings).pick(logits, [0, 1], 0).tolist() == [2, 0]
 
 
 @pytest.mark.parametrize(

@@ -113,3 +113,19 @@ def test_tables_survive_a_cast_of_the_model_to_bfloat16():
 def test_widths_and_styles_that_cannot_work(settings, message):
     with pytest.raises(SettingsError, match=message):
         Rotary(**settings)
+
+
+def test_layers_share_their_tables_which_go_with_them():
+    import gc
+
+    from parallel_attn.nn import rotary as module
+
+    layers = [Rotary(8, theta=123.0) for _ in range(3)] + [Rotary(8, theta=124.0)]
+    for layer in layers:
+        layer(torch.randn(1, 50, 1, 8))
+    tables = [next(iter(layer._kept.values()))[0] for layer in layers]
+    assert tables[0] is tables[1] is tables[2] is not tables[3]
+    before = len(module._SHARED)
+    del layers, layer, tables
+    gc.collect()
+    assert len(module._SHARED) == before - 2

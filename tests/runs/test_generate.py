@@ -1,17 +1,20 @@
 """`parallel-attn generate` on one process, by its function; the command line under torchrun once."""
 
+import io
 import json
+import os
+import signal
 import sys
 
 import pytest
 
-from parallel_attn.data import FileTokenizer
+from parallel_attn.data import ByteTokenizer, FileTokenizer
 from parallel_attn import AxisGroup
 from parallel_attn.runs import open_run
 from parallel_attn.runs.generate import main
-from parallel_attn.runs.stream import TextStream
+from parallel_attn.runs.stream import TextStream, text_after
 from tests.command import ROOT, execute
-from tests.data.tokenizer_files import kinds
+from tests.data.tokenizer_files import ENDS, kinds
 from tests.runs.made import made_run
 
 
@@ -41,6 +44,29 @@ def test_a_prompt_of_any_characters_goes_on(run_dir, capsys, tmp_path):
     assert row["prompt"] == prompt and len(row["tokens"]) == 5 and out == prompt + row["text"] + "\n"
     model = open_run(run_dir).build(AxisGroup())
     assert found["cache_bytes_per_token"] == 4 * model.cache_elements_per_token()
+    assert found["cache_bytes"] == found["cache_bytes_per_token"] * (len(prompt.encode()) + 4)
+
+
+def test_standard_input_and_bytes_that_are_no_text(run_dir, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff two\nlines\n")))
+    code, out, err = outcome(
+        capsys, f"run={run_dir}", "prompt_file=-", "max_new_tokens=3", "--json", str(tmp_path / "o.json")
+    )
+    assert code == 0 and out.startswith("? two\nlines\n") and "3 tokens" in err
+    assert json.loads((tmp_path / "o.json").read_text())["results"][0]["prompt"] == "\udcff two\nlines\n"
+
+
+def test_ctrl_c_leaves_what_was_told(run_dir, capsys, monkeypatch):
+    def feed(self, token, whole=TextStream.feed, count=[]):
+        count.append(token)
+        if len(count) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return "x"
+
+    monkeypatch.setattr(TextStream, "feed", feed)
+    assert outcome(capsys, f"run={run_dir}", "prompt=ab") == (130, "abxx\n", "interrupted: SIGINT\n")
+    monkeypatch.undo()
+    assert outcome(capsys, f"run={run_dir}", "prompt=ab", "max_new_tokens=1")[0] == 0
 
 
 def test_several_prompts_and_past_the_end(run_dir, capsys):
@@ -84,6 +110,22 @@ def test_bad_input_is_one_line(run_dir, capsys, arguments, message):
     assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["prompt=a"], "parallel.tensor=8"),
+        (["prompt=a", "parallel.tensor=3"], "use one of 1, 2, 4, 8"),
+        (["prompt=a", "parallel.tensor=2", "parallel.data=2"], "use parallel.data=4"),
+        (["prompt_file=-", "parallel.tensor=2"], "several processes cannot share it"),
+    ],
+)
+def test_bad_layouts_stop_before_the_world_starts(run_dir, capsys, monkeypatch, arguments, message):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = outcome(capsys, f"run={run_dir}", *arguments)
+    assert code == 2 and not out and err.count("\n") == 1 and message in err
+
+
 def test_a_folder_that_is_no_run(capsys, tmp_path):
     code, _, err = outcome(capsys, f"run={tmp_path}", "prompt=a")
     assert code == 1 and err.count("\n") == 1 and "holds no whole, finite checkpoint" in err
@@ -107,13 +149,6 @@ def test_characters_that_the_tokenizer_lacks(capsys, tmp_path):
     assert code == 0 and out.startswith("abba")
 
 
-def test_bytes_that_are_no_text_and_texts_in_json(run_dir, capsys, tmp_path):
-    path = tmp_path / "o.json"
-    code, out, _ = outcome(capsys, f"run={run_dir}", "prompt=a\udcffb日", "max_new_tokens=3", "--json", str(path))
-    assert code == 0 and out.startswith("a?b日")
-    assert json.loads(path.read_bytes())["results"][0]["prompt"] == "a\udcffb日"
-
-
 def test_damaged_weights_are_not_read(capsys, tmp_path):
     folder = made_run(tmp_path / "run")
     (weights,) = folder.glob("checkpoints/step-*/*.safetensors")
@@ -124,39 +159,36 @@ def test_damaged_weights_are_not_read(capsys, tmp_path):
     assert code == 1 and not out and err.count("\n") == 1 and "is damaged: the checksum of master/" in err
 
 
-def test_words_stand_apart_from_the_prompt(capsys, tmp_path):
-    """Of tokenizers that put spaces by what stands before, also where a text is not streamed."""
-    text = kinds()["t5"]
-    tokenizer = FileTokenizer(text, label="tokenizer.path=x")
-    (tmp_path / "tokenizer.json").write_text(text)
-    overrides = ("tokenizer=file", f"tokenizer.path={tmp_path}/tokenizer.json")
-    run_dir = made_run(tmp_path / "run", *overrides, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
-    arguments = [f"run={run_dir}", "prompt=the", "max_new_tokens=12", "temperature=9", "seed=22", "--json"]
-    _, alone, _ = outcome(capsys, *arguments, str(tmp_path / "one.json"))
-    _, both, _ = outcome(capsys, *arguments, str(tmp_path / "two.json"), "prompt=dog")
-    one, two = (json.loads((tmp_path / name).read_text())["results"][0] for name in ("one.json", "two.json"))
-    assert alone.startswith("the ")
-    assert one == two and alone == "the" + one["text"] + "\n" and both.split("\n")[1] == alone.strip("\n")
-    ids = [*tokenizer.encode(b"the").tolist(), *one["tokens"]]
-    assert alone == tokenizer.decode(ids).decode() + "\n"
-
-
-def test_a_stream_is_for_one_process(run_dir, capsys, monkeypatch):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    code, _, err = outcome(capsys, f"run={run_dir}", "prompt_file=/dev/null")
-    assert code == 2 and err == "error: prompt_file=/dev/null can be read by one process only: give a file, or prompt=TEXT\n"
-
-
 def test_a_character_is_printed_when_it_is_whole():
-    from parallel_attn.data import ByteTokenizer
-
     text = "aé日😀!"
     stream = TextStream(ByteTokenizer(), list(b"prompt"))
     parts = [stream.feed(byte) for byte in text.encode()] + [stream.end()]
     assert "".join(parts) == text and parts[0] == "a" and "\ufffd" not in "".join(parts)
     cut = TextStream(ByteTokenizer(), [])
     assert [cut.feed(byte) for byte in "é".encode()[:1]] == [""] and cut.end() == "\ufffd"
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_tokens_give_the_text_that_they_have_behind_their_prompt(kind):
+    """Also where spaces depend on what stands before, and where three byte tokens are one character."""
+    tokenizer = FileTokenizer(kinds()[kind], label="x", end_of_text=ENDS.get(kind))
+    for prompt, rest in (
+        ("the quick", " brown fox 日本語漢字漢字漢字漢字 x 😀😀😀 y"),
+        ("漢字漢字漢字", "漢字漢 and  so"),
+    ):
+        before, ids = (tokenizer.encode(text.encode()).tolist() for text in (prompt, prompt + rest))
+        assert ids[: len(before)] == before
+        wanted = tokenizer.decode(ids).decode().removeprefix(tokenizer.decode(before).decode())
+        assert text_after(tokenizer, before, ids[len(before) :]) == wanted
+        stream = TextStream(tokenizer, before)
+        assert sum(bool(stream.feed(token)) for token in ids[len(before) :]) > 1  # as it comes, not at the end
+
+
+@pytest.mark.parametrize("kind, lacking", [("t5", "鬱"), ("bert", "鬱"), ("llama", None), ("byte level", None)])
+def test_which_character_a_tokenizer_lacks(kind, lacking):
+    tokenizer = FileTokenizer(kinds()[kind], label="x", end_of_text=ENDS.get(kind))
+    assert tokenizer.lacks("The café 鬱") == lacking
+    assert tokenizer.lacks("The quick  brown\tfox\n") is None
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
@@ -185,7 +217,7 @@ def test_bad_input_ends_all_ranks(run_dir, tmp_path):
 
 @pytest.mark.slow
 def test_a_reader_that_leaves_ends_no_rank(tmp_path):
-    """`| head` under torchrun: the first rank finds nobody to tell, the others must not find it gone."""
+    """`| head` under torchrun: the first rank finds nobody to tell, the other must not find it gone."""
     run_dir = made_run(tmp_path / "run", "train.seq_len=1024")
     command = [*TORCHRUN[:5], "2", *TORCHRUN[6:], f"run={run_dir}", "prompt=ab", "max_new_tokens=1000", "temperature=9"]
     piped = ["bash", "-c", '"$@" | head -c 3; exit ${PIPESTATUS[0]}', "-", *command]

@@ -63,7 +63,7 @@ def test_moments_are_those_of_the_shared_weight():
 
 def our_logits(run_dir):
     with torch.no_grad():
-        return open_run(run_dir).model(world_axis())(TOKENS)
+        return open_run(run_dir).model(world_axis(), dtype=torch.float64)(TOKENS)
 
 
 @pytest.mark.parametrize("overrides", [(), ODD], ids=["plain", "full-norm-biases-gate-sinks"])
@@ -73,7 +73,7 @@ def test_gqa_to_mha_is_exact(overrides, tmp_path):
     (wanted,) = run(1, our_logits, str(tmp_path / "gqa"))
     for degree in (1, 2):
         for found in run(degree, our_logits, str(tmp_path / "mha")):
-            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=2e-6)
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert convert([f"run={tmp_path}/mha", "attention=gqa", "attention.num_kv_heads=2", f"out={tmp_path}/back"]) == 0
     torch.testing.assert_close(run(1, our_logits, str(tmp_path / "back"))[0], wanted, rtol=1e-6, atol=2e-6)
 
