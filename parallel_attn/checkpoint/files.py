@@ -100,11 +100,16 @@ def read_header(path: Path) -> tuple[bytes, dict[str, dict]]:
     return size + text, json.loads(text)
 
 
-def checksums_of(path: Path) -> Iterator[tuple[str, int]]:
-    """(tensor, crc32 of its bytes) for each tensor of a safetensors file, read once. Raises OSError, ValueError."""
+def checksums_of(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """(tensor, crc32 of its bytes) for each tensor of a safetensors file whose name begins with `prefix`, read once.
+
+    Raises OSError, ValueError.
+    """
     head, header = read_header(path)
     with open(path, "rb") as file:
         for key, entry in header.items():
+            if not key.startswith(prefix):
+                continue
             start, stop = entry["data_offsets"]
             file.seek(len(head) + start)
             checksum, left = 0, stop - start

@@ -52,21 +52,22 @@ class Checkpoint:
     def step(self) -> int:
         return self.index.step
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Reads files and compares their checksums: every `parts`-th file from the `part`-th, so that ranks can share.
+    def verify(self, part: int = 0, parts: int = 1, prefix: str = "") -> None:
+        """Reads files and compares their checksums: every `parts`-th file from the `part`-th, so that ranks can share; only
+        tensors whose names begin with `prefix`.
 
         Raises CheckpointError naming the file and the tensor.
         """
         for name in sorted(self.index.files)[part::parts]:
             path = self.folder / name
             try:
-                self._verify_file(name, path)
+                self._verify_file(name, path, prefix)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
             except ValueError as error:
                 raise CheckpointError(f"{path} is damaged: {error}") from error
 
-    def _verify_file(self, name: str, path: Path) -> None:
+    def _verify_file(self, name: str, path: Path, prefix: str) -> None:
         if not name.endswith(".safetensors"):
             if zlib.crc32(path.read_bytes()) != self.index.files[name]["crc32"]:
                 raise ValueError("its checksum does not match")
@@ -74,7 +75,7 @@ class Checkpoint:
         if zlib.crc32(read_header(path)[0]) != self.index.files[name]["crc32"]:
             raise ValueError("the checksum of its header does not match")
         wanted = {key: piece.crc32 for key, piece in self.index.pieces_of(name)}
-        for key, checksum in checksums_of(path):
+        for key, checksum in checksums_of(path, prefix):
             if wanted.get(key) != checksum:
                 raise ValueError(f"the checksum of {key} does not match")
 

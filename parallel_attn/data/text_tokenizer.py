@@ -144,11 +144,16 @@ class TextTokenizer(Tokenizer):
     def lacks(self, text: str) -> str | None:
         if self._there_and_back(text) == text.encode():
             return None
+        found = self._run(text)
+        for token, (start, stop) in zip(found.ids, found.offsets):
+            if token == self._unknown:
+                word = text[start:stop]
+                return next((character for character in word if self._unknown in self._ids(character)), word.strip() or word)
         for character in dict.fromkeys(text):
             if character.isspace() or unicodedata.category(character)[0] in "MC":
                 continue  # what tokenizers drop or fold on purpose
             ids = self._ids(character)
-            if self._unknown in ids or not self.decode(ids).strip():
+            if self._unknown not in ids and not self.decode(ids).strip():
                 return character
         return None
 

@@ -97,7 +97,7 @@ class Tokenizer(ABC):
         return []
 
     def lacks(self, text: str) -> str | None:
-        """A character of a text that no token stands for; None where there is none."""
+        """A character of a text that no token stands for, or a word where words are looked up whole; None: there is none."""
         return None
 
     # What follows from it

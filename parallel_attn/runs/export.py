@@ -80,6 +80,7 @@ def export(arguments: Sequence[str]) -> None:
     if most is None or most < 1:
         raise SettingsError(f"max_file_bytes={most} must be at least 1")
     translation = translated(run, settings.text("model_type", "") or None)
+    run.verify()
     with new_folder(out) as temporary, Reader(run.checkpoint) as reader:
         files = write_small(temporary, run, translation, name)
         for file, size in write_tensors(temporary, translation, Masters(reader), DTYPES[name], most):

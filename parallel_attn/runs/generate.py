@@ -14,7 +14,7 @@ import torch
 
 from parallel_attn import mesh as meshes
 from parallel_attn.checkpoint import Exchange
-from parallel_attn.errors import CheckpointError, Interrupted, PeerLost, SettingsError
+from parallel_attn.errors import CheckpointError, Interrupted, PeerLost, SettingsError, keys_renamed
 from parallel_attn.mesh import AxisGroup, Mesh
 from parallel_attn.models import Sampling, generate
 from parallel_attn.models.generation import room
@@ -118,7 +118,7 @@ def prepare(arguments: Sequence[str]) -> Job:
     )
     most = settings.number("max_new_tokens", 128)
     if most is None or most < 0:
-        raise SettingsError(f"max_new_tokens={most} must be 0 or more")
+        raise SettingsError(f"max_new_tokens={'null' if most is None else most} must be 0 or more")
     dtype = DTYPES[settings.choice("dtype", list(DTYPES), "float32")] if "dtype" in settings.given else None
     compiled = settings.choice("compile", ("true", "false"), "false") == "true"
     run = open_run(settings.text("run"))
@@ -126,7 +126,9 @@ def prepare(arguments: Sequence[str]) -> Job:
     texts = prompts_of(settings)
     prompts = [encoded(run, text) for text in texts]
     sampling.check_vocabulary(run.tokenizer.vocab_size)
-    room(model, prompts, run.length, run.tokenizer.vocab_size)
+    for text, prompt in zip(texts, prompts):
+        with keys_renamed({"prompt:": f"prompt={text[:40]!a}:"}):
+            room(model, [prompt], run.length, run.tokenizer.vocab_size)
     return Job(settings, run, texts, prompts, sampling, most, dtype, compiled, device, data, tensor)
 
 
@@ -134,7 +136,8 @@ def prompts_of(settings: Settings) -> list[str]:
     """Raises SettingsError where there is none, or an empty one."""
     texts = settings.texts("prompt")
     for path in settings.texts("prompt_file"):
-        if path in STDIN and meshes.launcher_ranks()[2] > 1:
+        stream = path in STDIN or (Path(path).exists() and not Path(path).is_file())
+        if stream and meshes.launcher_ranks()[2] > 1:
             raise SettingsError(f"prompt_file={path}: several processes cannot share it, give prompt=TEXT or a file")
         try:
             content = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
@@ -158,9 +161,8 @@ def encoded(run: OpenedRun, text: str) -> list[int]:
     except ValueError as error:  # SettingsError too: the tokenizer says what it cannot encode
         raise SettingsError(f"prompt={shown} cannot be encoded: {error}") from error
     if lacking is not None:
-        raise SettingsError(
-            f"prompt={shown} holds {lacking!r} (U+{ord(lacking):04X}), which the tokenizer of the run lacks: leave it out"
-        )
+        number = f" (U+{ord(lacking):04X})" if len(lacking) == 1 else ""
+        raise SettingsError(f"prompt={shown} holds {lacking!r}{number}, which the tokenizer of the run lacks: leave it out")
     if not ids:
         raise SettingsError(f"prompt={shown} gives no token: give at least one character that the tokenizer keeps")
     return ids
@@ -177,6 +179,7 @@ def _is_utf8(content: bytes) -> bool:
 def work(job: Job, mesh: Mesh) -> None:
     """The part that all ranks do together: each replica its prompts, the first one streaming a single one."""
     results = Exchange(mesh.world, "generated", REPLICAS_WAIT)
+    job.run.verify(mesh)
     model = job.run.model(mesh.tensor, mesh.device, job.dtype)
     tokenizer = job.run.tokenizer
     mine = range(mesh.data.rank, len(job.prompts), mesh.data.degree)
@@ -227,7 +230,7 @@ def tell(job: Job, mesh: Mesh, reports: list[dict], *, shown: bool) -> None:
         text = text_after(job.run.tokenizer, job.prompts[number], tokens)
         if not shown:
             if len(rows) > 1:
-                print(f"--- prompt {number + 1}: {reason}", flush=True)
+                show(f"--- prompt {number + 1}: {reason}\n")
             show(job.texts[number] + text + "\n")
         results.append({"prompt": job.texts[number], "text": text, "tokens": tokens, "reason": reason})
     count, seconds = sum(len(row[1]) for row in rows), max(report["seconds"] for report in reports)

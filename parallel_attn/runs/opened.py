@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +15,10 @@ from parallel_attn import checkpoint as checkpoints
 from parallel_attn.checkpoint import Checkpoint, Reader, require_same_parameters
 from parallel_attn.data import Tokenizer
 from parallel_attn.errors import CheckpointError, SettingsError
-from parallel_attn.mesh import AxisGroup
+from parallel_attn.mesh import AxisGroup, Mesh
 from parallel_attn.models import LanguageModel
 from parallel_attn.nn import ShardedModule, parameter_shards
+from parallel_attn.training.checkpoints import verify
 from parallel_attn.training.config import Config, parse
 from parallel_attn.training.engines import compute_dtypes
 from parallel_attn.training.pretrain import with_vocabulary
@@ -43,6 +46,15 @@ class OpenedRun:
         """Raises CheckpointError for a file that is damaged."""
         text = self.checkpoint.text(TOKENIZER_FILE)
         return self.config.tokenizer.cls.from_json(text, self.meta["tokenizer"]["end_of_text"])
+
+    def verify(self, mesh: Mesh | None = None, prefix: str = "master/") -> None:
+        """Compares the checksums of the weights (all tensors: prefix ""); the ranks of a mesh share the files and all hear
+        of it. Raises CheckpointError."""
+        with _offers_by("run"):
+            if mesh is None:
+                self.checkpoint.verify(prefix=prefix)
+            else:
+                verify(self.checkpoint, mesh, prefix)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -101,11 +113,21 @@ def open_run(path: str | Path, key: str = "run") -> OpenedRun:
     folder = Path(path).expanduser()
     if not str(path).strip() or not folder.is_dir():
         raise SettingsError(f"{key}={path} is not a folder: name a run folder or one of its checkpoints")
-    try:
-        checkpoint = checkpoints.find(folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"{key}={path}: {error}") from error
+    with _offers_by(key):
+        try:
+            checkpoint = checkpoints.find(folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"{key}={path}: {error}") from error
     return OpenedRun(checkpoint, with_vocabulary(parse(checkpoint.index.meta["config"]), _vocabulary(checkpoint)))
+
+
+@contextmanager
+def _offers_by(key: str) -> Iterator[None]:
+    """CheckpointErrors that offer another checkpoint do so by the key that is used here."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace("checkpoint.resume=", f"{key}=")) from error
 
 
 def _vocabulary(checkpoint: Checkpoint) -> int:

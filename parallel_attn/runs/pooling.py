@@ -42,6 +42,7 @@ def convert(settings: Settings) -> None:
     if old == new:
         raise SettingsError(f"run={settings.text('run')} has {old} KV heads already: ask for another number")
     kinds = KINDS if moments == "pooled" else ("master",)
+    run.verify(prefix="" if moments == "pooled" else "master/")
     told: Counter[str] = Counter()
 
     def tensors() -> Iterator[tuple[str, Tensor]]:

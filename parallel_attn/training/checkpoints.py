@@ -145,11 +145,12 @@ def load(engine: Engine, resume: Resume) -> None:
         engine.load(reader.parameter, resume.meta["updates"])
 
 
-def verify(checkpoint: Checkpoint, mesh: Mesh) -> None:
-    """Compares all checksums, each file by one of the ranks. Raises CheckpointError on every rank, offering another one."""
+def verify(checkpoint: Checkpoint, mesh: Mesh, prefix: str = "") -> None:
+    """Compares the checksums of all tensors, or those of `prefix`, each file by one of the ranks. Raises CheckpointError on
+    every rank, offering another one."""
     problem = None
     try:
-        checkpoint.verify(mesh.world.rank, mesh.world.degree)
+        checkpoint.verify(mesh.world.rank, mesh.world.degree, prefix)
     except CheckpointError as error:
         problem = str(error)
     found = [text for text in Exchange(mesh.world).gather(problem) if text]

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from parallel_attn.data import ByteTokenizer
+from parallel_attn.data import ByteTokenizer, FileTokenizer
 from parallel_attn.data.corpus import CHUNK_BYTES
 from tests.data.helpers import all_tokens, prepare
+from tests.data.tokenizer_files import ENDS, kinds
 
 TEXTS = {
     "lf": b"one\ntwo\n\nthree\n",
@@ -58,3 +59,29 @@ def test_bytes_of_tokens():
 def test_decode_refuses_ids_outside_the_vocabulary(wrong):
     with pytest.raises(ValueError, match=str(wrong)):
         ByteTokenizer().decode([65, wrong])
+
+
+@pytest.mark.parametrize(
+    "kind, text, lacking",
+    [
+        ("byte level, nfc", "e\u0301 \x00 ☃", None),
+        ("llama", "☃", None),  # in bytes
+        ("t5", "the \ufb01 dog", None),  # folded, not lacking
+        ("t5", "the ☃ dog", "☃"),
+        ("t5", "the\x01dog", "\x01"),
+        ("bert", "The  DÖG\n", None),
+        ("bert", "a brown☃fox", "☃"),
+    ],
+)
+def test_what_no_token_stands_for(kind, text, lacking):
+    tokenizer = FileTokenizer(kinds()[kind], label="x", end_of_text=ENDS.get(kind))
+    assert tokenizer.lacks(text) == lacking
+
+
+def test_words_that_are_looked_up_whole():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    library = Tokenizer(models.WordLevel({"a": 0, "dog": 1, "[UNK]": 2, "</s>": 3, "g": 4, "o": 5, "d": 6}, "[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = FileTokenizer(library.to_str(), label="x")
+    assert tokenizer.lacks("a  dog") is None and tokenizer.lacks("a god") == "god" and tokenizer.lacks("a cat") == "c"

@@ -90,7 +90,7 @@ def test_sampling_repeats_by_its_seed(run_dir, capsys):
     [
         (["prompt="], "prompt is empty"),
         ([], "prompt is missing"),
-        (["prompt=" + "a" * 33], "it has 33 tokens, the model's longest sequence 32"),
+        (["prompt=b", "prompt=" + "a" * 33], "prompt='aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa': it has 33 tokens, the model's longest sequence 32"),
         (["prompt=a", "temperature=-1"], "temperature=-1.0"),
         (["prompt=a", "temperature=warm"], "temperature=warm must be a number"),
         (["prompt=a", "top_k=258"], "top_k=258 is above the vocabulary of 257"),
@@ -149,6 +149,16 @@ def test_characters_that_the_tokenizer_lacks(capsys, tmp_path):
     assert code == 0 and out.startswith("abba")
 
 
+def test_damaged_weights_are_not_read(capsys, tmp_path):
+    folder = made_run(tmp_path / "run")
+    (weights,) = folder.glob("checkpoints/step-*/*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-6] ^= 0x40
+    weights.write_bytes(content)
+    code, out, err = outcome(capsys, f"run={folder}", "prompt=a")
+    assert code == 1 and not out and err.count("\n") == 1 and "is damaged: the checksum of master/" in err
+
+
 def test_a_character_is_printed_when_it_is_whole():
     text = "aé日😀!"
     stream = TextStream(ByteTokenizer(), list(b"prompt"))
@@ -203,3 +213,13 @@ def test_under_torchrun_two_replicas_of_two(run_dir, tmp_path, capsys):
 def test_bad_input_ends_all_ranks(run_dir, tmp_path):
     wrong = execute([*TORCHRUN, f"run={run_dir}", "prompt="], cwd=tmp_path, timeout=120, env=ENVIRONMENT)
     assert wrong.returncode != 0 and wrong.stderr.count("error: prompt is empty") == 1
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_ends_no_rank(tmp_path):
+    """`| head` under torchrun: the first rank finds nobody to tell, the other must not find it gone."""
+    run_dir = made_run(tmp_path / "run", "train.seq_len=1024")
+    command = [*TORCHRUN[:5], "2", *TORCHRUN[6:], f"run={run_dir}", "prompt=ab", "max_new_tokens=1000", "temperature=9"]
+    piped = ["bash", "-c", '"$@" | head -c 3; exit ${PIPESTATUS[0]}', "-", *command]
+    done = execute(piped, cwd=tmp_path, timeout=120, env=ENVIRONMENT)
+    assert done.returncode == 0 and done.stdout.startswith("ab") and "Traceback" not in done.stderr, done.stderr
