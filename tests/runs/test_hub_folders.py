@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import resource
+import signal
 
 import pytest
 import torch
@@ -168,6 +170,17 @@ def test_a_disk_that_refuses_an_export(tmp_path, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     error = capsys.readouterr().err
     assert f"{tmp_path}/hf cannot be written" in error and error.count("\n") == 1, error
+    assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_nothing(number, code, tmp_path, capsys, monkeypatch):
+    from parallel_attn.interop import files
+
+    run_dir = made_run(tmp_path / "run", "model.num_heads=4")
+    monkeypatch.setattr(files, "narrowed", lambda *given: os.kill(os.getpid(), number))
+    assert export([f"run={run_dir}", f"out={tmp_path}/hf"]) == code
+    assert capsys.readouterr().err == "interrupted\n"
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
 
 
