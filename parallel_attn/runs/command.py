@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from parallel_attn.errors import CheckpointError, SettingsError
+from parallel_attn.errors import CheckpointError, Interrupted, SettingsError
 from parallel_attn.training.exits import FAILED_EXIT, SETTINGS_EXIT
 
 
@@ -97,22 +99,40 @@ def usage(prog: str, description: str, known: Mapping[str, str]) -> str:
 
 
 def run(command: Callable[[Sequence[str]], None], arguments: Sequence[str], help_text: str) -> int:
-    """Runs a command of one process; returns the exit code: 0, 1 (failed), 2 (settings), 130 (Ctrl-C)."""
+    """Runs a command of one process; returns the exit code: 0, 1 (failed), 2 (settings), 130 (Ctrl-C), 143 (SIGTERM)."""
     if any(argument in ("-h", "--help") for argument in arguments) or not arguments:
         print(help_text)
         return 0 if arguments else SETTINGS_EXIT
     try:
-        command(arguments)
+        with _terminated():
+            command(arguments)
     except (SettingsError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return SETTINGS_EXIT if isinstance(error, SettingsError) else FAILED_EXIT
     except OSError as error:
         print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
         return FAILED_EXIT
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + (error.signal if isinstance(error, Interrupted) else signal.SIGINT)
     return 0
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that what is half written goes away."""
+
+    def end(number: int, _frame: object) -> None:
+        raise Interrupted(signal.Signals(number))
+
+    if threading.current_thread() is not threading.main_thread():  # Python hears signals in the main thread alone
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def write_json(settings: Settings, content: Any) -> None:

@@ -27,10 +27,14 @@ CASES = [
 @pytest.mark.parametrize("engine, tensor, extra", CASES)
 def test_training_begins_from_it_as_from_its_own_start(tmp_path, engine, tensor, extra):
     """The initial weights, written without moments, then trained: bitwise the run that began with them itself. So moments
-    are zero, Adam counts from its first step, and schedule and data begin at their start."""
+    are zero, Adam counts from its first step, and schedule and data begin at their start.
+
+    (In bf16 DeepSpeed's own start rounds the masters to bf16 once: so are those written here.)"""
     settings = (*ENGINES[engine], f"parallel.tensor={tensor}", "train.steps=4", "schedule.warmup_steps=2", *extra)
     whole = trained(2, tmp_path / "whole", *settings)
-    made_run(tmp_path / "made", *extra, scale=1.0)
+    by_deepspeed = engine.startswith("zero") and "train.precision=bf16" in extra
+    rounded = torch.bfloat16 if by_deepspeed else torch.float32
+    made_run(tmp_path / "made", *extra, scale=1.0, rounded=rounded)
     assert not any(key.startswith("exp_avg") for key in find(tmp_path / "made").index.tensors)
     begun = trained(2, tmp_path / "begun", *settings, f"checkpoint.resume={tmp_path}/made")
     assert begun[0]["batches"] == whole[0]["batches"] and curve(tmp_path / "begun") == curve(tmp_path / "whole")
@@ -86,7 +90,7 @@ def test_a_disk_that_refuses_leaves_nothing(tmp_path):
 def test_what_breaks_inside_leaves_nothing(tmp_path):
     with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "deep" / "made") as folder:
         (folder / "half").touch()
-        1 / 0
+        raise ZeroDivisionError
     assert not os.listdir(tmp_path / "deep")
 
 
@@ -112,5 +116,7 @@ def test_tensors_are_taken_one_by_one(tmp_path, monkeypatch):
         alive -= 2  # 400 bytes each: two to a file
 
     config = parse(composed(*SMALL))
-    write_run(tmp_path / "run", plain_config(config), tensors(), "{}", first_meta(config, ByteTokenizer()), on_file=done)
+    write_run(
+        tmp_path / "run", plain_config(config), tensors(), "{}", first_meta(config, ByteTokenizer()), on_file=done
+    )
     assert most == 3 and len(list(tmp_path.glob("run/checkpoints/*/*.safetensors"))) == 10
