@@ -72,6 +72,8 @@ def read_scaling(config: ConfigJson, found: dict[str, Any], whole_softmax: bool)
     kind = found.get("rope_type", "default")
     if kind == "default":
         return None
+    if not isinstance(kind, str):
+        raise SettingsError(f"config.json: rope_type={shown(kind)} must be a name, such as yarn or llama3")
     length = config.get("original_max_position_embeddings", None) or found.get("original_max_position_embeddings")
     if kind in ("yarn", "llama3") and length is None:
         length = config.count("max_position_embeddings")
@@ -80,6 +82,8 @@ def read_scaling(config: ConfigJson, found: dict[str, Any], whole_softmax: bool)
         factor = config.count("max_position_embeddings") / number("original_max_position_embeddings", length)
     # As in transformers: 0 is "not given"; mscale counts only beside mscale_all_dim and without an attention_factor.
     multipliers = {key: number(key, found[key]) for key in _MULTIPLIERS if found.get(key)}
+    if found.get("attention_factor") == 0:
+        raise SettingsError("config.json: attention_factor=0 would turn all queries and keys into zeros")
     if "mscale_all_dim" not in multipliers or "attention_factor" in multipliers:
         multipliers.pop("mscale", None)
     if not whole_softmax and "mscale" not in multipliers:
