@@ -41,7 +41,7 @@ as in training here."""
 KEYS = {
     "run": "a run folder (its newest checkpoint) or one of its checkpoints",
     "out": "the folder to write; it must not be there yet",
-    "model_type": "transformers' model type; default: the nearest",
+    "model_type": "transformers' model type; default: the one it was imported from, or the nearest",
     "dtype": "float32 (the default: exact), bfloat16 or float16",
     "max_file_bytes": f"bytes of one weights file ({MAX_FILE_BYTES:,})",
     "--json": "FILE: write what was written there",
@@ -79,7 +79,8 @@ def export(arguments: Sequence[str]) -> None:
     most = settings.number("max_file_bytes", MAX_FILE_BYTES)
     if most is None or most < 1:
         raise SettingsError(f"max_file_bytes={most} must be at least 1")
-    translation = translated(run, settings.text("model_type", "") or None)
+    imported = (run.meta.get("from") or {}).get("config") or {}
+    translation = translated(run, settings.text("model_type", "") or imported.get("model_type"))
     run.verify()
     with new_folder(out) as temporary, Reader(run.checkpoint) as reader:
         files = write_small(temporary, run, translation, name)

@@ -100,9 +100,10 @@ def folder_of(given: str) -> Path:
 
 def longest(config: dict[str, Any]) -> int | None:
     """Tokens of the longest sequence that the model was trained for. Raises SettingsError."""
-    if config.get("max_position_embeddings") is None:
-        return None
-    return ConfigJson(config).count("max_position_embeddings")
+    for key in ("max_position_embeddings", "max_sequence_length"):  # the second of LLaMA's first release
+        if config.get(key) is not None:
+            return ConfigJson(config).count(key)
+    return None
 
 
 def settings_of(translation: Translation, tokenizer: Tokenizer, path: str) -> dict[str, Any]:

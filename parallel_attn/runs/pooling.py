@@ -10,13 +10,13 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from parallel_attn import costs, mesh as meshes
+from parallel_attn import costs
 from parallel_attn.attention.grouped import default_kv_heads
 from parallel_attn.attention.pooling import changed, is_by_kv_head, kv_heads_of, with_kv_heads
 from parallel_attn.checkpoint import KINDS, Reader
 from parallel_attn.data import EvalBatches, prepare_tokens
 from parallel_attn.errors import SettingsError
-from parallel_attn.mesh import AxisGroup
+from parallel_attn.mesh import AxisGroup, Mesh
 from parallel_attn.runs.command import Settings, write_json
 from parallel_attn.runs.opened import OpenedRun, open_run
 from parallel_attn.runs.written import check_out, write_run
@@ -41,6 +41,8 @@ def convert(settings: Settings) -> None:
     old, new = kv_heads_of(config), new_config.num_kv_heads
     if old == new:
         raise SettingsError(f"run={settings.text('run')} has {old} KV heads already: ask for another number")
+    if not run.checkpoint.index.names("exp_avg"):
+        moments = "fresh"  # an imported run has none
     kinds = KINDS if moments == "pooled" else ("master",)
     run.verify(prefix="" if moments == "pooled" else "master/")
     told: Counter[str] = Counter()
@@ -125,4 +127,5 @@ def validation_loss(run: OpenedRun) -> float:
         micro_batch_size=min(8, config.train.global_batch_size), data_rank=0, data_degree=1,
         documents=config.data.config.documents, context=model.context_tokens(config.train.seq_len),
     )  # fmt: skip
-    return evaluate(model, batches, meshes.start(device))["val/loss"]
+    alone = Mesh(None, device, AxisGroup(), AxisGroup(), AxisGroup())  # no process group for one process
+    return evaluate(model, batches, alone)["val/loss"]

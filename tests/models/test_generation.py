@@ -47,6 +47,31 @@ def test_batches_degrees_and_caches_give_the_same_tokens(kind, sampling):
         assert run(degree, degree_case, kind, sampling) == [together] * degree
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gqa", "window", "mla"])
+def test_compiled_gives_the_same_tokens(kind, monkeypatch):
+    """Traced, not built (the built kernels are torch's own): also a second batch, whose caches have other sizes."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **given: compiler(function, backend="eager", **given))
+    torch._dynamo.reset()  # it gives up after a few versions of one function, whatever the model
+    model = decoder(kind)
+    for prompts, sampling in ((PROMPTS, Sampling()), (PROMPTS[1:2], SAMPLED)):
+        given = SETTINGS | {"sampling": sampling}
+        wanted = tokens_of(generate(model, prompts, **given))
+        assert tokens_of(generate(model, prompts, compiled=True, **given)) == wanted
+    if kind in ("gqa", "mla"):
+        assert run(2, compiled_case, kind, timeout=120) == [tokens_of(generate(model, PROMPTS, **SETTINGS))] * 2
+
+
+def compiled_case(kind):
+    compiler = torch.compile
+    torch.compile = lambda function, **given: compiler(function, backend="eager", **given)
+    try:
+        return tokens_of(generate(decoder(kind, world_axis()), PROMPTS, compiled=True, **SETTINGS))
+    finally:
+        torch.compile = compiler
+
+
 def test_calls_do_not_see_each_other():
     model = decoder("gqa")
     first = tokens_of(generate(model, PROMPTS[:1], **SETTINGS))

@@ -90,6 +90,7 @@ def test_a_signal_in_the_middle_of_an_accumulation_saves_and_ends_in_time(tmp_pa
     assert re.search(rf"interrupted: {name}", said), said[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_five_kills_at_random_moments_lose_nothing(tmp_path):

@@ -55,6 +55,7 @@ def test_a_plain_sweep_and_engines_in_one_process_that_is_not_run_again_nor_mixe
     assert other.returncode != 0 and "holds the sweep of another command" in other.stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_on_all_ranks_is_named_and_the_others_run(tmp_path):
     command = ("-m", *FEW, OFF, "attention.num_kv_heads=1,4,2", "parallel.tensor=2")
     result = torchrun(2, *command, cwd=tmp_path)
@@ -87,6 +88,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_one_rank_that_fails_alone_ends_the_sweep_and_the_same_command_goes_on(tmp_path):
     script = tmp_path / "dying.py"
