@@ -36,8 +36,8 @@ def convert(settings: Settings) -> None:
         )
     run = open_run(settings.text("run"))
     out = check_out(settings.text("out"))
-    config = run.config.attention.config
-    new_config = with_kv_heads(config, wanted_heads(settings, getattr(config, "num_heads", 1)))
+    config, choices = run.config.attention.config, dict(run.meta.get("choices") or {})
+    new_config = with_kv_heads(config, wanted_heads(settings, getattr(config, "num_heads", 1), choices.get("attention")))
     old, new = kv_heads_of(config), new_config.num_kv_heads
     if old == new:
         raise SettingsError(f"run={settings.text('run')} has {old} KV heads already: ask for another number")
@@ -61,7 +61,7 @@ def convert(settings: Settings) -> None:
     plain = dict(run.config.plain) | {"model": run.config.plain["model"] | {"vocab_size": run.config.model.vocab_size}}
     plain["attention"] = {"_target_": plain["attention"]["_target_"], **asdict(new_config)}
     meta = dict(run.meta) | {
-        "choices": dict(run.meta.get("choices") or {}) | choice_of(new, config.num_heads),
+        "choices": choices | choice_of(new, config.num_heads, choices.get("attention")),
         "updates": run.meta["updates"] if moments == "pooled" else 0,
         "progress": {"best": {}, "seconds": 0.0, "validated": None},
         "length": run.length,
@@ -79,13 +79,18 @@ def convert(settings: Settings) -> None:
     write_json(settings, numbers)
 
 
-def wanted_heads(settings: Settings, heads: int) -> int:
-    """KV heads that `attention` and `attention.num_kv_heads` ask for. Raises SettingsError for none and for a contradiction."""
+def wanted_heads(settings: Settings, heads: int, own: str | None) -> int:
+    """KV heads that `attention` and `attention.num_kv_heads` ask for. own: the choice of the run, which may stay.
+
+    Raises SettingsError for none and for a contradiction.
+    """
     count = settings.number("attention.num_kv_heads", None)
     kind = settings.text("attention", "gqa" if count is not None else "")
     if not kind:
         raise SettingsError("attention is missing: give attention=mha, gqa or mqa, and attention.num_kv_heads=N")
     known = {"mha": heads, "mqa": 1, "gqa": count if count is not None else default_kv_heads(heads)}
+    if own is not None:
+        known.setdefault(own, known["gqa"])
     if kind not in known:
         raise SettingsError(f"attention={kind} is not one of: {', '.join(known)}")
     if count is not None and count != known[kind]:
@@ -93,7 +98,10 @@ def wanted_heads(settings: Settings, heads: int) -> int:
     return known[kind]
 
 
-def choice_of(kv_heads: int, heads: int) -> dict[str, str]:
+def choice_of(kv_heads: int, heads: int, own: str | None) -> dict[str, str]:
+    """What the converted run is a choice of; a choice that says more than the number of KV heads (a gate) stays."""
+    if own not in ("mha", "gqa", "mqa"):
+        return {}
     return {"attention": "mha" if kv_heads == heads else "mqa" if kv_heads == 1 else "gqa"}
 
 

@@ -63,7 +63,7 @@ def run_job(raw: DictConfig, *, signals: Signals) -> None:
     os.chdir(hydra.runtime.cwd)  # paths are relative to where the user stands, whatever hydra.job.chdir says
     try:
         choices = dict(hydra.runtime.choices)
-        pretrain(raw, name=job_name(choices), signals=signals, overrides=list(hydra.overrides.task), choices=choices)
+        pretrain(raw, signals=signals, overrides=list(hydra.overrides.task), choices=choices)
     except (SettingsError, NonFiniteLoss, CheckpointError) as error:
         exits.leave_with_line(error)
     except PeerLost as error:
@@ -71,7 +71,3 @@ def run_job(raw: DictConfig, *, signals: Signals) -> None:
         exits.leave_with_traceback(error)
     except Exception as error:  # whatever it was, this rank says so in one place and the others are not left waiting
         exits.leave_with_traceback(error)
-
-
-def job_name(choices) -> str:
-    return f"{choices.get('model')}-{choices.get('attention')}"

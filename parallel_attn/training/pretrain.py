@@ -26,7 +26,7 @@ from parallel_attn.training.config import Config, parse, plain_config
 from parallel_attn.training.determinism import deterministic_kernels
 from parallel_attn.training.engines import Job, compute_dtypes
 from parallel_attn.training.loop import Loop
-from parallel_attn.training.resume import Resume, find_resume, take_over
+from parallel_attn.training.resume import Resume, choices_after, find_resume, take_over
 from parallel_attn.training.run_folder import (
     check_run_dir,
     find_run_dir,
@@ -67,7 +67,7 @@ def pretrain(
 ) -> dict:
     """Trains as `raw` (the composed configuration) says; returns what summary.json holds beside the last metrics.
 
-    name: ending of the default run folder. restart: run_dir may hold an attempt that broke. signals: those that end the
+    name: ending of the default run folder, by default the choices of model and attention. restart: run_dir may hold an attempt that broke. signals: those that end the
     job in order; the caller has entered them. overrides, choices: Hydra's, where it composed `raw`: what a checkpoint to
     go on from must not contradict.
 
@@ -107,10 +107,9 @@ def pretrain(
     config = with_vocabulary(config, vocabulary(config, tokenizer.vocab_size))
     build_model(config, on_paper, "meta")
     tokens = prepare_tokens(corpus, tokenizer, seq_len=config.train.seq_len, **preparing)
-    name = name or f"{config.attention.cls.__name__}"
-    prepared = Prepared(
-        config, given, resume, tokenizer, tokens, micro_batch, accumulation, name, choices or _saved_choices(resume)
-    )
+    choices = choices_after(choices or {}, resume)
+    name = name or _default_name(config, choices)
+    prepared = Prepared(config, given, resume, tokenizer, tokens, micro_batch, accumulation, name, choices)
 
     with deterministic_kernels(config.train.deterministic):
         with signals.peers_expected():
@@ -120,8 +119,9 @@ def pretrain(
             return _together(prepared, mesh, signals)
 
 
-def _saved_choices(resume: Resume | None) -> Mapping[str, str]:
-    return resume.meta.get("choices", {}) if resume is not None else {}
+def _default_name(config: Config, choices: Mapping[str, str]) -> str:
+    """`<model>-<attention>`, as far as it is known by which choices they came."""
+    return "-".join(filter(None, (choices.get("model"), choices.get("attention") or config.attention.cls.__name__)))
 
 
 def _together(prepared: Prepared, mesh: Mesh, signals: Signals) -> dict:

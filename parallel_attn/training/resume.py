@@ -115,6 +115,20 @@ def take_over(raw: DictConfig | dict, config: Config, resume: Resume, overrides:
     return merged
 
 
+def choices_after(choices: Mapping[str, str], resume: Resume | None) -> dict[str, str]:
+    """Hydra's choices (group -> choice) of a job: those of what a checkpoint brings are the checkpoint's, as far as it
+    knows them, whatever this command line says by default."""
+    if resume is None:
+        return dict(choices)
+    saved = resume.meta.get("choices") or {}
+    kept = {group: choice for group, choice in choices.items() if _section(group) not in TAKEN}
+    return kept | {group: choice for group, choice in saved.items() if _section(group) in TAKEN}
+
+
+def _section(key: str) -> str:
+    return re.split(r"[.@/]", key)[0]
+
+
 def _require_same(mine: Config, saved: Config, resume: Resume) -> None:
     for section in TAKEN:
         pair = []
@@ -136,7 +150,7 @@ def _refuse_contradictions(overrides: Sequence[str], plain: Mapping, resume: Res
     saved, choices = resume.meta["config"], resume.meta.get("choices") or {}
     for text in overrides:
         key = text.partition("=")[0].lstrip("+~")
-        section = re.split(r"[.@/]", key)[0]
+        section = _section(key)
         if section not in TAKEN:
             continue
         if "." not in key.partition("@")[0] and choices.get(key) is not None:

@@ -24,8 +24,10 @@ def made_run(
     vocab_size: int = 257,
     scale: float = 8.0,
     rounded: torch.dtype = torch.float32,
+    choices: dict[str, str] | None = None,
 ) -> Path:
-    """A run folder of a small model (seed 0), its tables times `scale`, so that logits are of order one; all `rounded`."""
+    """A run folder of a small model (seed 0), its tables times `scale`, so that logits are of order one; all `rounded`.
+    choices: Hydra's."""
     tokenizer = tokenizer or ByteTokenizer()
     config = with_vocabulary(parse(composed(*SMALL, *overrides)), vocab_size)
     model = build_model(config, AxisGroup(), "cpu")
@@ -34,5 +36,5 @@ def made_run(
         for name, parameter in model.named_parameters()
     )
     plain = plain_config(config)
-    write_run(Path(folder), plain, tensors, tokenizer.to_json(), first_meta(config, tokenizer))
+    write_run(Path(folder), plain, tensors, tokenizer.to_json(), first_meta(config, tokenizer) | {"choices": choices or {}})
     return Path(folder)

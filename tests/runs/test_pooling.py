@@ -114,6 +114,16 @@ def test_fresh_moments_begin_as_in_a_new_run(engine, tmp_path):
         torch.testing.assert_close(moved.median(), torch.tensor(0.001), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("own, kept", [("gated_gqa", "gated_gqa"), ("mha", "gqa"), (None, None)])
+def test_a_choice_that_says_more_than_the_heads_stays(own, kept, tmp_path):
+    """So that training may be told attention=gated_gqa, what the run was begun with."""
+    gated = ("attention.gate=elementwise",) if own == "gated_gqa" else ()
+    made_run(tmp_path / "a", "attention=mha", *gated, choices={} if own is None else {"attention": own})
+    assert convert([f"run={tmp_path}/a", f"attention={kept or 'gqa'}", "attention.num_kv_heads=2", f"out={tmp_path}/b"]) == 0
+    opened = open_run(tmp_path / "b")
+    assert opened.meta["choices"].get("attention") == kept and opened.config.attention.config.num_kv_heads == 2
+
+
 def test_what_cannot_be_converted(tmp_path, capsys):
     mha = made_run(tmp_path / "mha", "attention=mha")
 

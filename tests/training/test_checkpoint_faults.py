@@ -94,6 +94,9 @@ def test_model_and_attention_come_from_the_checkpoint_and_all_else_from_the_comm
     (seen,) = run(1, resumed_case, str(tmp_path / "b"), f"checkpoint.resume={whole}", given, timeout=100)
     assert seen == {"parameters": 33504, "layout": {"data": 1, "tensor": 1, "device": "cpu"}}
     assert newest_in(tmp_path / "b").step == 6
+    # What it is a choice of goes along: the next command may say attention=mqa, not this one's default.
+    choices = {"model": "nano", "attention": "mqa", "tokenizer": "bytes", "engine": "torch"}
+    assert newest_in(tmp_path / "b").index.meta["choices"] == choices
     # The same command again, with more steps: it goes on where it was, not where it once began.
     run(1, resumed_case, str(tmp_path / "b"), f"checkpoint.resume={whole}", (*given, "train.steps=7"), timeout=100)
     assert [record["step"] for record in records(tmp_path / "b") if "train/loss" in record][-1] == 7
@@ -102,7 +105,8 @@ def test_model_and_attention_come_from_the_checkpoint_and_all_else_from_the_comm
 
 def resumed_case(run_dir: str, resume: str, given: tuple[str, ...]) -> dict:
     overrides = (resume, f"run_dir={run_dir}", "train.steps=6", "train.seq_len=32", "eval.every=0", "checkpoint.every=50", *given)
-    summary = pretrain(composed(*overrides), overrides=list(overrides))
+    choices = {"model": "nano", "attention": "gqa", "tokenizer": "bpe", "engine": "torch"}  # Hydra's, by default
+    summary = pretrain(composed(*overrides), overrides=list(overrides), choices=choices)
     return {key: summary[key] for key in ("parameters", "layout")}
 
 
