@@ -19,7 +19,7 @@ hf_model: llama, qwen2, qwen3, qwen3_next and qwen3_5_text with full attention a
 with dense layers; safetensors in one or several files. run: MHA, GQA and MQA into each other; fewer heads are the means of
 those that they stand for (Ainslie 2023), more are copies, exactly. Then a short training mends what pooling cost:
 
-  python train.py checkpoint.resume=runs/gqa train.steps=30 schedule.warmup_steps=3"""
+  python train.py checkpoint.resume=runs/gqa train.steps=30 schedule.warmup_steps=0"""
 KEYS = {
     "hf_model": "a folder that transformers' save_pretrained wrote",
     "run": "a run folder (its newest checkpoint) or one of its checkpoints",

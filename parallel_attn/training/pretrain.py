@@ -67,9 +67,9 @@ def pretrain(
 ) -> dict:
     """Trains as `raw` (the composed configuration) says; returns what summary.json holds beside the last metrics.
 
-    name: ending of the default run folder, by default the choices of model and attention. restart: run_dir may hold an attempt that broke. signals: those that end the
-    job in order; the caller has entered them. overrides, choices: Hydra's, where it composed `raw`: what a checkpoint to
-    go on from must not contradict.
+    name: ending of the default run folder, by default the choices of model and attention. restart: run_dir may hold an
+    attempt that broke. signals: those that end the job in order; the caller has entered them. overrides, choices: Hydra's,
+    where it composed `raw`: what a checkpoint to go on from must not contradict.
 
     Raises SettingsError before the first collective for settings that cannot work, CheckpointError for a checkpoint that
     cannot be read or written, NonFiniteLoss on every rank at the same optimizer step, Interrupted on a signal, PeerLost
