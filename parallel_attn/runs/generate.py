@@ -14,7 +14,7 @@ import torch
 
 from parallel_attn import mesh as meshes
 from parallel_attn.checkpoint import Exchange
-from parallel_attn.errors import CheckpointError, Interrupted, PeerLost, SettingsError, keys_renamed
+from parallel_attn.errors import CheckpointError, Interrupted, SettingsError, keys_renamed
 from parallel_attn.mesh import AxisGroup, Mesh
 from parallel_attn.models import Sampling, generate
 from parallel_attn.models.generation import room
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> None:
     except BrokenPipeError:  # whoever read the text has seen enough
         sys.stderr.close()
         sys.exit(0)
-    except (PeerLost, Exception) as error:  # noqa: BLE001 - told in full; the others are not left waiting
+    except Exception as error:  # whatever it was, this rank tells it in full and the others are not left waiting
         exits.leave_with_traceback(error)
 
 
@@ -110,10 +110,11 @@ def prepare(arguments: Sequence[str]) -> Job:
         tensor = world // data if data else world
     data, tensor = meshes.layout(world, tensor, data)
     device = meshes.choose_device(settings.text("device", "auto"), local_rank)
+    top_p = settings.number("top_p", 1.0, float)
     sampling = Sampling(
         settings.number("temperature", 0.0, float) or 0.0,
         settings.number("top_k", 0) or 0,
-        settings.number("top_p", 1.0, float) if settings.number("top_p", 1.0, float) is not None else 1.0,
+        1.0 if top_p is None else top_p,
         settings.number("seed", 0) or 0,
     )
     most = settings.number("max_new_tokens", 128)
